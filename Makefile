@@ -1,0 +1,57 @@
+# What a person types. The CI does the same: .ci/run.
+
+CARGO     ?= cargo
+PREFIX    ?= /usr/local
+DESTDIR   ?=
+TARGET    := $(abspath $(or $(CARGO_TARGET_DIR),target))
+RELEASE   := $(TARGET)/release
+WORKSPACE := --workspace --exclude compcache-preload
+
+.PHONY: all build bench-build demo test bench check ci install man clean
+
+all: build
+
+# Two calls: in one, cargo would give the preload object the features of everything else.
+build:
+	$(CARGO) build --release -p compcache
+	$(CARGO) build --release -p compcache-preload
+
+bench-build: build
+	$(CARGO) build --release -p compcache-bench
+
+# A real program in two fifths of what it needs, beside the kernel's zram where the machine has it.
+demo: bench-build
+	python3 demo/run.py $(RELEASE)
+
+# The programs under test preload the release object; COMPCACHE_REQUIRE_ALL=1 turns skipped tests into failures.
+test: build
+	$(CARGO) build --release -p compcache-testkit --bin memory-tester
+	COMPCACHE_PRELOAD=$(RELEASE)/libcompcache_preload.so $(CARGO) test $(WORKSPACE) --no-fail-fast
+
+bench: bench-build
+	$(RELEASE)/compcache-bench scan
+	$(RELEASE)/compcache-bench hotcold
+	$(RELEASE)/compcache-bench latency
+	$(RELEASE)/compcache-bench programs
+
+check:
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy $(WORKSPACE) --all-targets -- -D warnings
+	$(CARGO) clippy -p compcache-preload -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps $(WORKSPACE)
+
+ci:
+	.ci/run
+
+# The manual pages are made from the flags; the made ones are kept in docs/man.
+man: build
+	$(RELEASE)/compcache man docs/man
+
+install: build
+	install -D -m 755 $(RELEASE)/compcache $(DESTDIR)$(PREFIX)/bin/compcache
+	install -D -m 755 $(RELEASE)/libcompcache_preload.so $(DESTDIR)$(PREFIX)/lib/compcache/libcompcache_preload.so
+	install -d $(DESTDIR)$(PREFIX)/share/man/man1
+	install -m 644 docs/man/*.1 $(DESTDIR)$(PREFIX)/share/man/man1
+
+clean:
+	$(CARGO) clean

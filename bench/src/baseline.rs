@@ -1,0 +1,182 @@
+//! One of the kernel's own ways to keep memory it has no room for, under a memory limit, for one run.
+//!
+//! | written         | what it is                                                                             |
+//! |-----------------|-----------------------------------------------------------------------------------------|
+//! | `zram:lz4`      | swap on a zram device with that compressor (`lzo-rle`, `lzo`, `zstd`: what the kernel has) |
+//! | `zswap:lzo`     | zswap with that compressor, in front of a swap file                                    |
+//! | `disk`          | a swap file alone: a loop device with direct I/O, throttled when asked                 |
+//! | `none`          | the limit alone; the kernel ends what does not fit                                     |
+//!
+//! A run enters a control group that limits its memory; the swap is the machine's, at priority 100, so no other swap of
+//! that priority may be active. What is set up is noted in the [`Session`] first and undone when the [`Baseline`] is
+//! dropped. Beside ours, the [`Baseline`] of a run without limit is a control group that only counts.
+
+pub mod cgroup;
+pub mod loop_device;
+pub mod swap;
+pub mod zram;
+pub mod zswap;
+
+use std::fmt;
+use std::fs;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+
+use crate::session::{Session, Undo};
+use cgroup::Cgroup;
+use loop_device::Throttle;
+
+/// Larger than any scenario needs, so that swap space never runs out.
+const SWAP_BYTES: u64 = 4 << 30;
+
+/// Which of the kernel's paths.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SwapPath {
+    /// Swap on zram with this compressor.
+    Zram(String),
+    /// zswap with this compressor over a swap file.
+    Zswap(String),
+    /// A swap file.
+    Disk,
+    /// No swap.
+    None,
+}
+
+impl FromStr for SwapPath {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<SwapPath, String> {
+        match word.split_once(':').unwrap_or((word, "")) {
+            ("zram", codec) if !codec.is_empty() => Ok(SwapPath::Zram(codec.to_owned())),
+            ("zswap", codec) if !codec.is_empty() => Ok(SwapPath::Zswap(codec.to_owned())),
+            ("disk", "") => Ok(SwapPath::Disk),
+            ("none", "") => Ok(SwapPath::None),
+            _ => Err(format!("{word:?} is none of zram:CODEC, zswap:CODEC, disk, none")),
+        }
+    }
+}
+
+impl fmt::Display for SwapPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            SwapPath::Zram(codec) => f.pad(&format!("zram:{codec}")),
+            SwapPath::Zswap(codec) => f.pad(&format!("zswap:{codec}")),
+            SwapPath::Disk => f.pad("disk"),
+            SwapPath::None => f.pad("none"),
+        }
+    }
+}
+
+/// What the kernel's path holds at one moment.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Held {
+    /// Bytes of the program that have been put there.
+    pub original_bytes: u64,
+    /// What they became, payload alone.
+    pub compressed_bytes: u64,
+    /// The memory that they really take (zram `mem_used_total`, zswap's pool; 0 on a disk).
+    pub memory_bytes: u64,
+    /// Pages that repeat one word (zram).
+    pub same_pages: u64,
+    /// Pages that could not be compressed (zram).
+    pub huge_pages: u64,
+}
+
+/// A path that is set up; undone when it is dropped.
+pub struct Baseline<'s> {
+    session: &'s Session,
+    mark: usize,
+    cgroup: Option<Cgroup>,
+    store: Store,
+}
+
+enum Store {
+    Nothing,
+    Zram(u32),
+    Zswap(PathBuf),
+    Disk(PathBuf),
+}
+
+impl<'s> Baseline<'s> {
+    /// Sets up `path` and a control group limited to `limit_bytes`.
+    ///
+    /// # Errors
+    /// Something is missing or in use; what had been set up is undone.
+    pub fn set_up(session: &'s Session, path: &SwapPath, limit_bytes: u64, throttle: Throttle) -> Result<Baseline<'s>> {
+        let mut made = Baseline { session, mark: session.mark(), cgroup: None, store: Store::Nothing };
+        made.cgroup = Some(Cgroup::make(session, Some(limit_bytes))?);
+        if *path != SwapPath::None {
+            swap::refuse_others()?;
+        }
+        made.store = match path {
+            SwapPath::None => Store::Nothing,
+            SwapPath::Zram(codec) => Store::Zram(set_up_zram(session, codec)?),
+            SwapPath::Disk => Store::Disk(made.set_up_disk(throttle)?),
+            SwapPath::Zswap(codec) => {
+                let device = made.set_up_disk(throttle)?;
+                zswap::enable(session, codec)?;
+                Store::Zswap(device)
+            }
+        };
+        Ok(made)
+    }
+
+    /// A control group without limit, to count a run that limits itself; nothing at all where there are none.
+    pub fn counting(session: &'s Session) -> Baseline<'s> {
+        let mark = session.mark();
+        Baseline { session, mark, cgroup: Cgroup::make(session, None).ok(), store: Store::Nothing }
+    }
+
+    /// The control group that the program enters.
+    pub fn cgroup(&self) -> Option<&Cgroup> {
+        self.cgroup.as_ref()
+    }
+
+    /// What the path holds now. All zero where it holds nothing or cannot be read.
+    pub fn held(&self) -> Held {
+        match &self.store {
+            Store::Nothing => Held::default(),
+            Store::Zram(number) => zram::held(*number),
+            Store::Zswap(device) => Held { original_bytes: swap::used_bytes(device), ..zswap::held() },
+            Store::Disk(device) => Held { original_bytes: swap::used_bytes(device), ..Held::default() },
+        }
+    }
+
+    fn set_up_disk(&self, throttle: Throttle) -> Result<PathBuf> {
+        let file = self.session.directory().join("swap");
+        self.session.note(Undo::File(file.clone()))?;
+        loop_device::make_file(&file, SWAP_BYTES)?;
+        let device = loop_device::attach(self.session, &file)?;
+        loop_device::throttle(self.session, &device, throttle, self.cgroup.as_ref())?;
+        swap::on(self.session, &device, SWAP_BYTES)?;
+        Ok(device)
+    }
+}
+
+impl Drop for Baseline<'_> {
+    fn drop(&mut self) {
+        self.session.undo_to(self.mark);
+    }
+}
+
+fn set_up_zram(session: &Session, codec: &str) -> Result<u32> {
+    let number = zram::take(session, codec, SWAP_BYTES)?;
+    swap::on(session, &PathBuf::from(format!("/dev/zram{number}")), SWAP_BYTES)?;
+    Ok(number)
+}
+
+/// Reads a file of the kernel without the newline at its end.
+fn read_trimmed(path: impl Into<PathBuf>) -> Result<String> {
+    let path = path.into();
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(text.trim().to_owned())
+}
+
+/// Writes a file of the kernel.
+fn write(path: impl Into<PathBuf>, text: &str) -> Result<()> {
+    let path = path.into();
+    fs::write(&path, text).with_context(|| format!("cannot write {text:?} to {}", path.display()))
+}

@@ -1,0 +1,193 @@
+//! The command line.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, Parser, Subcommand};
+use compcache_testkit::corpus::{self, Kind};
+use serde_json::json;
+
+use crate::baseline::loop_device::Throttle;
+use crate::baseline::{Baseline, SwapPath};
+use crate::run::{self, Job, Output};
+use crate::session::{self, Session};
+use crate::side::Bench;
+use crate::table::mib;
+use crate::{hotcold, latency, programs, record, scan};
+
+/// Compares compcache with the kernel's own compressed memory, side by side in one run.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    /// Sizes for seconds instead of minutes: whether it works, not how fast it is.
+    #[arg(long, global = true)]
+    quick: bool,
+    /// Write the raw record of every run into this directory.
+    #[arg(long, global = true, value_name = "DIR")]
+    record: Option<PathBuf>,
+    /// The binary under test [default: compcache beside this program].
+    #[arg(long, global = true, value_name = "PATH")]
+    compcache: Option<PathBuf>,
+    /// Rounds [default: 5; 1 with --quick].
+    #[arg(long, global = true, value_name = "N")]
+    runs: Option<usize>,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Passes over a memory four times as large as its cap, against zram, zswap and disk swap.
+    Scan(scan::Options),
+    /// Nine tenths of the accesses to one tenth of the memory.
+    Hotcold(hotcold::Options),
+    /// Single faults, their distribution.
+    Latency(latency::Options),
+    /// Real programs in a quarter of their memory, outputs compared.
+    Programs(programs::Options),
+    /// Run a command under a memory limit with one of the kernel's paths.
+    Baseline(BaselineOptions),
+    /// Make the page images that are missing, and say what each holds.
+    Corpus,
+    /// Undo what a bench left that died together with its guard.
+    Undo,
+    /// Wait for the end of the session that holds this journal, and undo what it left.
+    #[command(hide = true)]
+    Guard { journal: PathBuf },
+}
+
+#[derive(Args)]
+struct BaselineOptions {
+    /// The limit: bytes, or with K, M, G.
+    #[arg(long, value_parser = bytes)]
+    ram: u64,
+    /// zram:CODEC, zswap:CODEC, disk, none.
+    #[arg(long, default_value = "zram:lz4")]
+    swap: SwapPath,
+    /// Slow the disk down to this many operations a second.
+    #[arg(long, default_value_t = 0)]
+    iops: u64,
+    /// Slow the disk down to this many bytes a second.
+    #[arg(long, value_parser = bytes, default_value = "0")]
+    bps: u64,
+    /// Let it use one CPU only, the one of this number.
+    #[arg(long)]
+    pin: Option<usize>,
+    /// Write what it took into this file as well.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// The command and its arguments.
+    #[arg(last = true, required = true)]
+    command: Vec<OsString>,
+}
+
+/// Reads the command line and does what it says. Returns the exit status.
+///
+/// # Errors
+/// What was asked for failed.
+pub fn run() -> Result<u8> {
+    let cli = Cli::parse();
+    let record = cli.record.as_deref();
+    let rounds = cli.runs.unwrap_or(if cli.quick { 1 } else { 5 }).max(1);
+    let begin = || -> Result<Bench> {
+        println!("{}", record::machine_line());
+        Bench::begin(compcache_path(cli.compcache.clone())?)
+    };
+    match &cli.command {
+        Command::Scan(options) => scan::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::Hotcold(options) => hotcold::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::Latency(options) => latency::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::Programs(options) => programs::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::Baseline(options) => return baseline(options),
+        Command::Corpus => list_corpus(),
+        Command::Undo => println!("{} steps undone", session::undo()?),
+        Command::Guard { journal } => session::guard(journal)?,
+    }
+    Ok(0)
+}
+
+fn baseline(options: &BaselineOptions) -> Result<u8> {
+    let session = Session::begin()?;
+    let throttle = Throttle { iops: options.iops, bytes_per_s: options.bps };
+    let place = Baseline::set_up(&session, &options.swap, options.ram, throttle)?;
+    let job = Job { output: Output::Inherit, pin: options.pin, ..Job::new(options.command.iter()) };
+    let outcome = run::run(&job, &place)?;
+    let (peak, held) = (outcome.peak, outcome.peak.held);
+    eprintln!(
+        "{}: {} in {} MiB: {:.2} s by the clock, {:.2} s of CPU; at the peak {} MiB resident; {} held {} MiB as {} MiB \
+         in {} MiB of memory, {} same-filled pages; together {} MiB",
+        session::NAME,
+        options.swap,
+        options.ram >> 20,
+        outcome.wall_s,
+        outcome.cpu_s(),
+        mib(peak.resident_bytes),
+        options.swap,
+        mib(held.original_bytes),
+        mib(held.compressed_bytes),
+        mib(held.memory_bytes),
+        held.same_pages,
+        mib(peak.total_bytes),
+    );
+    if outcome.kills > 0 {
+        eprintln!("{}: the kernel ended {} of its processes for want of memory", session::NAME, outcome.kills);
+    }
+    if let Some(path) = &options.json {
+        let text = json!({"swap": options.swap.to_string(), "ram_bytes": options.ram, "outcome": outcome});
+        std::fs::write(path, format!("{text:#}\n")).with_context(|| path.display().to_string())?;
+    }
+    Ok(outcome.exit.clamp(0, 255) as u8)
+}
+
+fn list_corpus() {
+    println!("in {}", corpus::directory().display());
+    for kind in Kind::ALL {
+        match corpus::load(kind, corpus::IMAGE_PAGES) {
+            Ok(pages) => {
+                let share = 100.0 * corpus::same_filled_share(&pages);
+                println!("  {kind:10} {} pages, {share:.1} % of them same-filled", pages.len());
+            }
+            Err(error) => println!("  {kind:10} unavailable: {error}"),
+        }
+    }
+}
+
+fn compcache_path(given: Option<PathBuf>) -> Result<PathBuf> {
+    match given {
+        Some(path) if path.is_file() => Ok(path),
+        Some(path) => bail!("{} is not there", path.display()),
+        None => Ok(std::env::current_exe()?.with_file_name("compcache")),
+    }
+}
+
+/// `64M` and the like; the letters are powers of 1024.
+fn bytes(text: &str) -> Result<u64, String> {
+    let (digits, shift) = match text.as_bytes().last().map(u8::to_ascii_uppercase) {
+        Some(b'K') => (&text[..text.len() - 1], 10),
+        Some(b'M') => (&text[..text.len() - 1], 20),
+        Some(b'G') => (&text[..text.len() - 1], 30),
+        _ => (text, 0),
+    };
+    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is no size; write for instance 64M"))?;
+    number.checked_mul(1 << shift).ok_or_else(|| format!("{text:?} is too large"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_powers_of_1024() {
+        assert_eq!(bytes("64M"), Ok(64 << 20));
+        assert_eq!(bytes("3k"), Ok(3072));
+        assert_eq!(bytes("17"), Ok(17));
+        assert!(bytes("many").is_err() && bytes("M").is_err());
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+}

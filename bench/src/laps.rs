@@ -1,0 +1,81 @@
+//! Questions whose answer is a list of laps (`scan`, `hotcold`): the table that is printed for each.
+//!
+//! The first lap differs from the later ones and stands apart. `x` columns say how many times longer than the first
+//! side a side takes, in the same round; below 1 the other side is faster.
+
+use serde_json::{Value, json};
+
+use crate::compare::{Answers, laps};
+use crate::side::SideRun;
+use crate::stat::Spread;
+use crate::table::{Table, cell, mib};
+
+/// Microseconds by the clock for a touch in the first pass.
+pub fn first_us(run: &SideRun) -> Option<f64> {
+    let all = laps(run);
+    all.iter().find(|lap| lap["lap"] == "pass")?["us_per_touch"].as_f64()
+}
+
+/// The median over the passes after the first (the only one, when there is but one).
+pub fn later_us(run: &SideRun) -> Option<f64> {
+    later(run, |lap| lap["us_per_touch"].as_f64())
+}
+
+/// Microseconds of CPU, of all threads of the worker, for a touch in the later passes.
+pub fn later_cpu_us(run: &SideRun) -> Option<f64> {
+    later(run, |lap| Some((lap["user_s"].as_f64()? + lap["sys_s"].as_f64()?) * 1e6 / lap["touches"].as_f64()?))
+}
+
+/// The most memory that was seen, everything counted.
+pub fn total_bytes(run: &SideRun) -> Option<f64> {
+    Some(run.outcome.peak.total_bytes as f64)
+}
+
+fn later(run: &SideRun, number: impl Fn(&Value) -> Option<f64>) -> Option<f64> {
+    let passes: Vec<f64> = laps(run).iter().filter(|lap| lap["lap"] == "pass").filter_map(number).collect();
+    let later = if passes.len() > 1 { &passes[1..] } else { &passes[..] };
+    Spread::of(later.iter().copied()).map(|spread| spread.median)
+}
+
+/// Prints the table, and returns it for the record.
+pub fn print(answers: &Answers) -> Value {
+    let mut table = Table::new(&[
+        "side",
+        "fill",
+        "first",
+        "later us/touch",
+        "CPU us",
+        "x wall",
+        "x CPU",
+        "resident MiB",
+        "held MiB",
+        "total MiB",
+    ]);
+    let mut lines = Vec::new();
+    for (nth, side) in answers.sides.iter().enumerate() {
+        let later_spread = answers.spread(nth, later_us);
+        let wall = answers.ratio(nth, 0, later_us);
+        let cpu = answers.ratio(nth, 0, later_cpu_us);
+        let median = |number: fn(&SideRun) -> Option<f64>| answers.spread(nth, number).map(|spread| spread.median);
+        let short = |value: Option<f64>| cell(value.map(|value| format!("{value:.1}")));
+        let bytes = |value: Option<f64>| cell(value.map(|value| mib(value as u64)));
+        let fill = |run: &SideRun| laps(run).iter().find(|lap| lap["lap"] == "fill")?["us_per_touch"].as_f64();
+        table.line([
+            side.to_string(),
+            short(median(fill)),
+            short(median(first_us)),
+            cell(later_spread),
+            short(median(later_cpu_us)),
+            cell(wall),
+            cell(cpu.map(|spread| format!("{:.2}", spread.median))),
+            bytes(median(|run| Some(run.outcome.peak.resident_bytes as f64))),
+            bytes(median(|run| Some(run.outcome.peak.held.memory_bytes as f64))),
+            bytes(median(total_bytes)),
+        ]);
+        lines.push(json!({
+            "side": side.to_string(), "later_us": later_spread, "times_first_side_wall": wall, "times_first_side_cpu": cpu,
+        }));
+    }
+    print!("{table}");
+    Value::Array(lines)
+}

@@ -1,0 +1,31 @@
+//! `compcache-bench`: scenarios in which compcache and the kernel's own compressed memory do the same work side by side.
+//!
+//! Sides take turns, results are ratios of runs that followed each other, and what is set up (control groups, zram and
+//! loop devices, swap, zswap's parameters) is undone however the bench ends: see [`session`].
+
+mod baseline;
+mod cli;
+mod compare;
+mod hotcold;
+mod laps;
+mod latency;
+mod programs;
+mod record;
+mod run;
+mod scan;
+mod session;
+mod side;
+mod stat;
+mod table;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    match cli::run() {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("{}: {error:#}", session::NAME);
+            ExitCode::FAILURE
+        }
+    }
+}

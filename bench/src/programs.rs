@@ -1,0 +1,138 @@
+//! Scenario `programs`: real programs in a quarter of the memory they take by themselves.
+//!
+//! The question: is a program that somebody uses ever slower with us than with kernel zram, and is its output, byte for
+//! byte, what it is without a cap? Each program runs once without a cap; its output is kept, and its peak of resident
+//! anonymous memory, divided by four, is the cap.
+
+mod inputs;
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use anyhow::{Result, bail};
+use clap::Args;
+use compcache_testkit::features::find_program;
+use serde_json::{Value, json};
+
+use crate::compare::{Answers, Comparison};
+use crate::record::Record;
+use crate::run::{Job, Output};
+use crate::scan::{parse_sides, print_targets};
+use crate::side::{Bench, Side, SideRun};
+use crate::stat::Target;
+use crate::table::{Table, cell, mib};
+
+/// What `programs` can be asked on the command line.
+#[derive(Args, Clone, Debug)]
+pub struct Options {
+    /// Only these: python, sort, gcc, sqlite, node, java.
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+    /// The sides; the first is what the others are divided by.
+    #[arg(long, value_delimiter = ',')]
+    sides: Vec<String>,
+    /// The part of its peak that a program gets is one over this.
+    #[arg(long, default_value_t = 4)]
+    part: u64,
+}
+
+/// One program, ready to run.
+pub struct Program {
+    /// The word for it.
+    pub name: &'static str,
+    /// The program and its arguments.
+    pub words: Vec<OsString>,
+    /// What it needs in its environment to do the same every time.
+    pub environment: Vec<(&'static str, OsString)>,
+}
+
+/// Runs the scenario.
+///
+/// # Errors
+/// A run of ours failed or its output was different; no program is installed.
+pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
+    let settings = json!({"quick": quick, "part": options.part, "rounds": rounds});
+    let mut comparison = Comparison::new(bench, Record::new("programs", settings), rounds);
+    let sides = match options.sides.is_empty() {
+        true => Side::list(&["ours", "zram:lz4", "uncapped"]),
+        false => parse_sides(&options.sides)?,
+    };
+    let mut targets = Vec::new();
+    for program in inputs::make_all(bench.session().directory(), quick, &options.only)? {
+        if find_program(&program.words[0].to_string_lossy()).is_none() {
+            println!("\n{}: not here: {:?} is not installed", program.name, program.words[0]);
+            continue;
+        }
+        targets.push(compare(&mut comparison, &program, &sides, options.part)?);
+    }
+    if targets.is_empty() {
+        bail!("no program to run: install python3, g++, sqlite3, nodejs or a JDK");
+    }
+    print_targets(&targets);
+    comparison.finish(record)
+}
+
+fn compare(comparison: &mut Comparison<'_>, program: &Program, sides: &[Side], part: u64) -> Result<Target> {
+    let reference = comparison.bench.session().directory().join(format!("{}.out", program.name));
+    let mut job = Job::new(program.words.iter());
+    job.environment = program.environment.clone();
+    job.output = Output::Save(reference.clone());
+    let alone = comparison.bench.run(&Side::Uncapped, 0, &job)?.outcome;
+    if alone.exit != 0 {
+        bail!("{} fails without a cap, exit status {}: {}", program.name, alone.exit, alone.stderr);
+    }
+    job.output = Output::Compare(reference.clone());
+    let cap_bytes = alone.peak.resident_bytes / part / 4096 * 4096;
+    let output_bytes = reference.metadata()?.len();
+    let (peak, cap, output) = (mib(alone.peak.resident_bytes), mib(cap_bytes), mib(output_bytes));
+    println!(
+        "\n{}: peak {peak} MiB, in {cap} MiB, {output} MiB of output compared, {} rounds",
+        program.name, comparison.rounds
+    );
+    let question = json!({"program": program.name, "peak_bytes": alone.peak.resident_bytes});
+    let answers = comparison.ask(&question, sides, cap_bytes, &job);
+    let table = print(&answers);
+    comparison.record.summary(json!({"question": question, "table": table}));
+    std::fs::remove_file(reference)?;
+    Ok(Target {
+        about: format!("{}, times faster than zram:lz4", program.name),
+        measured: answers.ratio_of("zram:lz4", "ours:lz4", wall_s),
+        bound: 1.0,
+        at_least: true,
+        unit: "x",
+    })
+}
+
+fn wall_s(run: &SideRun) -> Option<f64> {
+    Some(run.outcome.wall_s)
+}
+
+fn cpu_s(run: &SideRun) -> Option<f64> {
+    Some(run.outcome.cpu_s())
+}
+
+fn print(answers: &Answers) -> Value {
+    let mut table =
+        Table::new(&["side", "wall s", "CPU s", "x wall", "x CPU", "resident MiB", "held MiB", "total MiB"]);
+    let mut lines = Vec::new();
+    for (nth, side) in answers.sides.iter().enumerate() {
+        let wall = answers.ratio(nth, 0, wall_s);
+        let cpu = answers.ratio(nth, 0, cpu_s);
+        let bytes = |number: fn(&SideRun) -> u64| {
+            cell(answers.spread(nth, |run| Some(number(run) as f64)).map(|spread| mib(spread.median as u64)))
+        };
+        table.line([
+            side.to_string(),
+            cell(answers.spread(nth, wall_s)),
+            cell(answers.spread(nth, cpu_s)),
+            cell(wall),
+            cell(cpu),
+            bytes(|run| run.outcome.peak.resident_bytes),
+            bytes(|run| run.outcome.peak.held.memory_bytes),
+            bytes(|run| run.outcome.peak.total_bytes),
+        ]);
+        lines.push(json!({"side": side.to_string(), "times_first_side_wall": wall, "times_first_side_cpu": cpu}));
+    }
+    print!("{table}");
+    Value::Array(lines)
+}

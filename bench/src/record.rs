@@ -1,0 +1,135 @@
+//! The raw record of a scenario: every single run, and what is needed to know what it says.
+//!
+//! One file of JSON a scenario, `SCENARIO-TIME.json`, in the directory given with `--record` (in the repository,
+//! `bench/records/DATE-MACHINE/`). Records are never edited.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+/// The record of one scenario.
+pub struct Record {
+    scenario: &'static str,
+    settings: Value,
+    content: Vec<Value>,
+    runs: Vec<Value>,
+    summary: Vec<Value>,
+}
+
+impl Record {
+    /// An empty record of `scenario`, run with `settings`.
+    pub fn new(scenario: &'static str, settings: Value) -> Record {
+        Record { scenario, settings, content: Vec::new(), runs: Vec::new(), summary: Vec::new() }
+    }
+
+    /// Notes what pages were used.
+    pub fn content(&mut self, name: &str, pages: usize, same_filled_share: f64) {
+        self.content.push(json!({"name": name, "pages": pages, "same_filled_share": same_filled_share}));
+    }
+
+    /// Notes one run.
+    pub fn run(&mut self, run: Value) {
+        self.runs.push(run);
+    }
+
+    /// Notes a line of what was printed.
+    pub fn summary(&mut self, line: Value) {
+        self.summary.push(line);
+    }
+
+    /// Writes the record into `directory`. Returns the file.
+    ///
+    /// # Errors
+    /// The directory or the file cannot be written.
+    pub fn save(&self, directory: &Path) -> Result<PathBuf> {
+        fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
+        let date = date();
+        let path = directory.join(format!("{}-{}.json", self.scenario, date.replace([':', '-'], "")));
+        let whole = json!({
+            "scenario": self.scenario,
+            "date": date,
+            "commit": commit(),
+            "machine": machine(),
+            "settings": self.settings,
+            "content": self.content,
+            "runs": self.runs,
+            "summary": self.summary,
+        });
+        fs::write(&path, serde_json::to_string_pretty(&whole)? + "\n").with_context(|| path.display().to_string())?;
+        Ok(path)
+    }
+}
+
+/// The commit that is checked out, `-dirty` when files differ from it; `unknown` outside a repository.
+pub fn commit() -> String {
+    let said = Command::new("git").args(["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]).output();
+    let said = said.ok().filter(|output| output.status.success()).map(|output| output.stdout);
+    said.map_or_else(|| "unknown".to_owned(), |bytes| String::from_utf8_lossy(&bytes).trim().to_owned())
+}
+
+/// What this machine is, as far as it bears on the numbers.
+pub fn machine() -> Value {
+    let read = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned()).unwrap_or_default();
+    let field = |text: &str, name: &str| {
+        let line = text.lines().find(|line| line.starts_with(name)).unwrap_or("");
+        line.split_once(':').map_or("", |(_, value)| value).trim().to_owned()
+    };
+    json!({
+        "kernel": read("/proc/sys/kernel/osrelease"),
+        "processor": field(&read("/proc/cpuinfo"), "model name"),
+        "cpus": std::thread::available_parallelism().map_or(0, |count| count.get()),
+        "memory": field(&read("/proc/meminfo"), "MemTotal"),
+        "page_cluster": read("/proc/sys/vm/page-cluster"),
+        "transparent_hugepage": read("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "load": read("/proc/loadavg"),
+    })
+}
+
+/// One line that names the machine.
+pub fn machine_line() -> String {
+    let machine = machine();
+    let text = |name: &str| machine[name].as_str().unwrap_or("").to_owned();
+    let (cpus, load) = (&machine["cpus"], text("load"));
+    format!("Linux {}, {cpus} CPUs ({}), load {load}, commit {}", text("kernel"), text("processor"), commit())
+}
+
+/// Now, in UTC, as `2026-11-21T09:30:00Z`.
+fn date() -> String {
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let (year, month, day) = civil(seconds / 86400);
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+/// Year, month and day of a count of days since 1970.
+///
+/// # Source
+/// `civil_from_days` of Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms".
+fn civil(days: u64) -> (u64, u64, u64) {
+    let shifted = days + 719_468;
+    let era = shifted / 146_097;
+    let of_era = shifted % 146_097;
+    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let from_march = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * from_march + 2) / 5 + 1;
+    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
+    (year_of_era + era * 400 + u64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn days_since_1970_become_dates_across_leap_years() {
+        assert_eq!(civil(0), (1970, 1, 1));
+        assert_eq!(civil(11_016), (2000, 2, 29));
+        assert_eq!(civil(11_017), (2000, 3, 1));
+        assert_eq!(civil(20_778), (2026, 11, 21));
+    }
+}

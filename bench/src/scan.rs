@@ -1,0 +1,222 @@
+//! Scenario `scan`: every page of a memory four times as large as its cap, again and again.
+//!
+//! The question: how long does a page take that has to come back while another has to leave, next to the kernel's own
+//! compressed memory? Real content and the published same-filled one apart; sequential and random; on all CPUs and
+//! pinned to one, where nobody compresses in the background for free.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use compcache_testkit::corpus::{self, Kind};
+use serde::Serialize;
+use serde_json::json;
+
+use crate::compare::{Answers, Comparison};
+use crate::laps;
+use crate::record::Record;
+use crate::run::Job;
+use crate::side::{Bench, Side};
+use crate::stat::Target;
+
+/// What `scan` can be asked on the command line. Without any of it, the questions of [`standard`].
+#[derive(Args, Clone, Debug, Serialize)]
+pub struct Options {
+    /// Kinds of content: python, node, jvm, compiler, database, text, elf, random, same.
+    #[arg(long, value_delimiter = ',')]
+    content: Vec<String>,
+    /// sequential, backward, stride, random.
+    #[arg(long, value_delimiter = ',')]
+    order: Vec<String>,
+    /// all, one.
+    #[arg(long, value_delimiter = ',')]
+    cpus: Vec<String>,
+    /// ours[:CODEC], zram:CODEC, zswap:CODEC, disk, uncapped. The first is what the others are divided by.
+    #[arg(long, value_delimiter = ',')]
+    sides: Vec<String>,
+    /// MiB of memory.
+    #[arg(long)]
+    megabytes: Option<usize>,
+    /// MiB that may be resident.
+    #[arg(long)]
+    cap: Option<u64>,
+    /// Passes in a run.
+    #[arg(long)]
+    passes: Option<u32>,
+}
+
+/// One question.
+#[derive(Clone, Serialize)]
+struct Question {
+    content: String,
+    order: String,
+    one_cpu: bool,
+    #[serde(skip)]
+    sides: Vec<Side>,
+}
+
+const EVERY_SIDE: [&str; 5] = ["ours", "zram:lz4", "zram:lzo-rle", "zswap:lzo", "disk"];
+const ZRAM_SIDES: [&str; 3] = ["ours", "zram:lz4", "zram:lzo-rle"];
+
+/// Runs the scenario.
+///
+/// # Errors
+/// A run failed, or returned wrong bytes; content could not be made.
+pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
+    let megabytes = options.megabytes.unwrap_or(if quick { 48 } else { 256 });
+    let cap_mb = options.cap.unwrap_or(if quick { 16 } else { 64 });
+    let passes = options.passes.unwrap_or(if quick { 2 } else { 4 });
+    let settings = json!({"megabytes": megabytes, "cap_mb": cap_mb, "passes": passes, "rounds": rounds});
+    let mut comparison = Comparison::new(bench, Record::new("scan", settings), rounds);
+    let mut targets = Vec::new();
+    for question in questions(options, quick)? {
+        let share = note_content(&mut comparison.record, &question.content)?;
+        let cpus = if question.one_cpu { "one CPU" } else { "all CPUs" };
+        let (content, order) = (&question.content, &question.order);
+        println!(
+            "\nscan {megabytes} MiB in {cap_mb} MiB, {order}, {content} ({share:.1} % same-filled), {cpus}, {rounds} rounds"
+        );
+        let arguments =
+            [megabytes.to_string(), passes.to_string(), "--order".into(), order.clone(), "--content".into()];
+        let mut job = worker("scan", &arguments)?;
+        job.words.push(content_argument(content)?.into());
+        job.pin = question.one_cpu.then_some(0);
+        let answers = comparison.ask(&json!(question), &question.sides, cap_mb << 20, &job);
+        let printed = laps::print(&answers);
+        comparison.record.summary(json!({"question": question, "table": printed}));
+        targets.extend(targets_of(&question, &answers));
+    }
+    print_targets(&targets);
+    comparison.finish(record)
+}
+
+/// The questions on the command line, or the standard ones.
+fn questions(options: &Options, quick: bool) -> Result<Vec<Question>> {
+    if options.content.is_empty() && options.order.is_empty() && options.cpus.is_empty() {
+        let mut all = standard(quick);
+        if !options.sides.is_empty() {
+            let sides = parse_sides(&options.sides)?;
+            all.iter_mut().for_each(|question| question.sides = sides.clone());
+        }
+        return Ok(all);
+    }
+    let or = |given: &[String], default: &[&str]| -> Vec<String> {
+        if given.is_empty() { default.iter().map(|word| word.to_string()).collect() } else { given.to_vec() }
+    };
+    let sides = parse_sides(&or(&options.sides, &EVERY_SIDE))?;
+    let mut all = Vec::new();
+    for content in or(&options.content, &["python"]) {
+        for order in or(&options.order, &["sequential"]) {
+            for cpus in or(&options.cpus, &["all"]) {
+                let (content, order, sides) = (content.clone(), order.clone(), sides.clone());
+                all.push(Question { content, order, one_cpu: cpus == "one", sides });
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn standard(quick: bool) -> Vec<Question> {
+    let question = |content: &str, order: &str, one_cpu, sides: &[&str]| Question {
+        content: content.to_owned(),
+        order: order.to_owned(),
+        one_cpu,
+        sides: Side::list(sides),
+    };
+    let mut all = vec![
+        question("python", "sequential", false, &EVERY_SIDE),
+        question("python", "random", false, &EVERY_SIDE),
+        question("python", "sequential", true, &ZRAM_SIDES),
+        question("python", "random", true, &ZRAM_SIDES),
+        question("same", "sequential", false, &EVERY_SIDE),
+    ];
+    if !quick {
+        let others = ["node", "jvm", "compiler", "database"];
+        all.extend(others.map(|content| question(content, "sequential", false, &ZRAM_SIDES[..2])));
+        all.push(question("python", "backward", false, &ZRAM_SIDES[..2]));
+        all.push(question("python", "stride", false, &ZRAM_SIDES[..2]));
+    }
+    all
+}
+
+fn targets_of(question: &Question, answers: &Answers) -> Vec<Target> {
+    if question.content != "python" {
+        return Vec::new();
+    }
+    let bound = match (question.order.as_str(), question.one_cpu) {
+        ("sequential", false) => 4.0,
+        ("sequential", true) => 2.5,
+        ("random", _) => 1.2,
+        _ => return Vec::new(),
+    };
+    let place = format!("{} on {}", question.order, if question.one_cpu { "one CPU" } else { "all CPUs" });
+    let mut all = vec![Target {
+        about: format!("{place}, times faster than zram:lz4"),
+        measured: answers.ratio_of("zram:lz4", "ours:lz4", laps::later_us),
+        bound,
+        at_least: true,
+        unit: "x",
+    }];
+    if !question.one_cpu {
+        all.push(Target {
+            about: format!("{place}, total memory over that of zram:lz4"),
+            measured: answers.ratio_of("ours:lz4", "zram:lz4", laps::total_bytes),
+            bound: 1.0,
+            at_least: false,
+            unit: "x",
+        });
+    }
+    all
+}
+
+/// Reads the words of `--sides`.
+pub fn parse_sides(words: &[String]) -> Result<Vec<Side>> {
+    words.iter().map(|word| word.parse().map_err(anyhow::Error::msg)).collect()
+}
+
+/// Prints targets, met or missed, under a heading.
+pub fn print_targets(targets: &[Target]) {
+    if !targets.is_empty() {
+        println!("\ntargets");
+    }
+    targets.iter().for_each(|target| println!("{target}"));
+}
+
+/// A job of one of the worker programs, which lie beside this one.
+///
+/// # Errors
+/// It has not been built.
+pub fn worker(name: &str, arguments: &[String]) -> Result<Job> {
+    let path: PathBuf = std::env::current_exe()?.with_file_name(name);
+    path.metadata()
+        .with_context(|| format!("{} is not there: cargo build --release -p compcache-bench", path.display()))?;
+    let mut job = Job::new([path]);
+    job.words.extend(arguments.iter().map(Into::into));
+    Ok(job)
+}
+
+/// What the worker is told: the image's path, so that it is not the worker who makes it.
+///
+/// # Errors
+/// The image cannot be made.
+pub fn content_argument(content: &str) -> Result<String> {
+    match content.parse::<Kind>() {
+        Ok(kind) => Ok(corpus::image(kind)?.to_string_lossy().into_owned()),
+        Err(_) => Ok(content.to_owned()),
+    }
+}
+
+/// Notes what the content is. Returns the percentage of its pages that are same-filled.
+///
+/// # Errors
+/// The image cannot be made.
+pub fn note_content(record: &mut Record, content: &str) -> Result<f64> {
+    let Ok(kind) = content.parse::<Kind>() else {
+        record.content(content, 1, 1.0);
+        return Ok(100.0);
+    };
+    let pages = corpus::load(kind, corpus::IMAGE_PAGES)?;
+    let share = corpus::same_filled_share(&pages);
+    record.content(content, pages.len(), share);
+    Ok(share * 100.0)
+}

@@ -1,0 +1,120 @@
+//! The sides of a comparison: ours, each of the kernel's paths, and no cap at all.
+
+use std::cell::Cell;
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use anyhow::{Result, bail};
+
+use crate::baseline::loop_device::Throttle;
+use crate::baseline::{Baseline, SwapPath};
+use crate::run::{self, Job, Outcome};
+use crate::session::Session;
+
+/// One side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// `compcache run` with this codec.
+    Ours(String),
+    /// The kernel under a memory control group.
+    Kernel(SwapPath),
+    /// No cap: what the program costs by itself.
+    Uncapped,
+}
+
+impl FromStr for Side {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Side, String> {
+        match word.split_once(':').unwrap_or((word, "lz4")) {
+            ("ours", codec) => Ok(Side::Ours(codec.to_owned())),
+            ("uncapped", "lz4") => Ok(Side::Uncapped),
+            _ => word.parse().map(Side::Kernel).map_err(|error| format!("{error}, ours[:CODEC], uncapped")),
+        }
+    }
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Side::Ours(codec) => f.pad(&format!("ours:{codec}")),
+            Side::Kernel(path) => path.fmt(f),
+            Side::Uncapped => f.pad("uncapped"),
+        }
+    }
+}
+
+impl Side {
+    /// Reads a list of words that the program itself wrote down.
+    pub fn list(words: &[&str]) -> Vec<Side> {
+        words.iter().map(|word| word.parse().expect("a side that is written in the source")).collect()
+    }
+}
+
+/// What every run needs.
+pub struct Bench {
+    session: Session,
+    compcache: PathBuf,
+    runs: Cell<u32>,
+}
+
+/// A run on a side: what it took, and for ours the statistics it wrote.
+pub struct SideRun {
+    /// What it took and said.
+    pub outcome: Outcome,
+    /// The last state of the statistics file of `compcache run`.
+    pub stats: Option<serde_json::Value>,
+}
+
+impl Bench {
+    /// Begins a session; `compcache` is the binary under test.
+    ///
+    /// # Errors
+    /// As [`Session::begin`].
+    pub fn begin(compcache: PathBuf) -> Result<Bench> {
+        Ok(Bench { session: Session::begin()?, compcache, runs: Cell::new(0) })
+    }
+
+    /// The session, for its directory.
+    pub fn session(&self) -> &Session {
+        &self.session
+    }
+
+    /// Runs `job` on `side` with `cap_bytes` of resident memory.
+    ///
+    /// # Errors
+    /// The side does not exist on this machine, or could not be set up. A command that failed is no error here.
+    pub fn run(&self, side: &Side, cap_bytes: u64, job: &Job) -> Result<SideRun> {
+        match side {
+            Side::Ours(codec) => self.run_ours(codec, cap_bytes, job),
+            Side::Kernel(path) => {
+                let place = Baseline::set_up(&self.session, path, cap_bytes, Throttle::default())?;
+                Ok(SideRun { outcome: run::run(job, &place)?, stats: None })
+            }
+            Side::Uncapped => {
+                let place = Baseline::counting(&self.session);
+                Ok(SideRun { outcome: run::run(job, &place)?, stats: None })
+            }
+        }
+    }
+
+    fn run_ours(&self, codec: &str, cap_bytes: u64, job: &Job) -> Result<SideRun> {
+        if !self.compcache.is_file() {
+            bail!(
+                "{} is not there: build it (cargo build --release) or say --compcache PATH",
+                self.compcache.display()
+            );
+        }
+        self.runs.set(self.runs.get() + 1);
+        let stats = self.session.directory().join(format!("stats.{}.json", self.runs.get()));
+        let mut words = vec![self.compcache.clone().into(), "run".into(), "--resident".into()];
+        words.extend([cap_bytes.to_string().into(), "--codec".into(), codec.into()]);
+        words.extend(["--stats".into(), stats.clone().into(), "--".into()]);
+        words.extend(job.words.iter().cloned());
+        let place = Baseline::counting(&self.session);
+        let outcome = run::run(&Job { words, ..job.clone() }, &place)?;
+        let text = std::fs::read_to_string(&stats).unwrap_or_default();
+        Ok(SideRun { outcome, stats: serde_json::from_str(&text).ok() })
+    }
+}

@@ -1,0 +1,107 @@
+//! Medians with their spread, of values and of ratios of runs that belong together.
+
+use std::fmt;
+
+use serde::Serialize;
+
+/// The middle of some values and how far they lie apart.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Spread {
+    /// The middle value; the mean of the two in the middle of an even number.
+    pub median: f64,
+    /// The smallest.
+    pub min: f64,
+    /// The largest.
+    pub max: f64,
+}
+
+impl Spread {
+    /// None of no values.
+    pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
+        let mut values: Vec<f64> = values.into_iter().filter(|value| value.is_finite()).collect();
+        values.sort_by(f64::total_cmp);
+        let (&min, &max) = (values.first()?, values.last()?);
+        let half = values.len() / 2;
+        let median = if values.len() % 2 == 1 { values[half] } else { (values[half - 1] + values[half]) / 2.0 };
+        Some(Spread { median, min, max })
+    }
+
+    /// The spread of `theirs / ours`, round by round: only runs that followed each other are divided.
+    pub fn of_ratios(theirs: &[Option<f64>], ours: &[Option<f64>]) -> Option<Spread> {
+        let pairs = theirs.iter().zip(ours);
+        Spread::of(pairs.filter_map(|(theirs, ours)| Some((*theirs)? / (*ours)?)))
+    }
+}
+
+impl fmt::Display for Spread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let digits = f.precision().unwrap_or(2);
+        f.pad(&format!("{:.digits$} [{:.digits$}..{:.digits$}]", self.median, self.min, self.max))
+    }
+}
+
+/// A number that is to be reached.
+pub struct Target {
+    /// What it is about.
+    pub about: String,
+    /// What was measured, or why nothing was.
+    pub measured: Option<Spread>,
+    /// The bound on the median.
+    pub bound: f64,
+    /// Whether the bound is a least value (a ratio) or a most (a time, memory).
+    pub at_least: bool,
+    /// Printed behind numbers.
+    pub unit: &'static str,
+}
+
+impl Target {
+    /// Whether the median is on the right side of the bound.
+    pub fn met(&self) -> Option<bool> {
+        let median = self.measured?.median;
+        Some(if self.at_least { median >= self.bound } else { median <= self.bound })
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let word = match self.met() {
+            Some(true) => "met   ",
+            Some(false) => "MISSED",
+            None => "no data",
+        };
+        let sign = if self.at_least { ">=" } else { "<=" };
+        write!(f, "  {word}  {}: wanted {sign} {} {}", self.about, self.bound, self.unit)?;
+        match &self.measured {
+            Some(spread) => write!(f, ", measured {spread}"),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spread_has_the_middle_and_both_ends() {
+        assert_eq!(Spread::of([3.0, 1.0, 2.0]), Some(Spread { median: 2.0, min: 1.0, max: 3.0 }));
+        assert_eq!(Spread::of([4.0, 1.0]).unwrap().median, 2.5);
+        assert_eq!(Spread::of([]), None);
+        assert_eq!(Spread::of([2.0, 1.0, 4.0]).unwrap().to_string(), "2.00 [1.00..4.00]");
+    }
+
+    #[test]
+    fn ratios_are_of_the_same_round_and_skip_what_is_missing() {
+        let ratios = Spread::of_ratios(&[Some(4.0), None, Some(9.0)], &[Some(2.0), Some(1.0), Some(3.0)]);
+        assert_eq!(ratios, Some(Spread { median: 2.5, min: 2.0, max: 3.0 }));
+    }
+
+    #[test]
+    fn a_target_says_on_which_side_of_its_bound_the_median_is() {
+        let measured = Spread::of([2.4, 2.6, 2.6]);
+        let target = |at_least| Target { about: String::new(), measured, bound: 2.5, at_least, unit: "x" };
+        assert_eq!(target(true).met(), Some(true));
+        assert_eq!(target(false).met(), Some(false));
+        assert!(target(false).to_string().contains("MISSED"));
+    }
+}

@@ -1,0 +1,116 @@
+//! However a bench ends, the machine is as it was.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use compcache_testkit::features::{Feature, requires};
+
+const BENCH: &str = env!("CARGO_BIN_EXE_compcache-bench");
+const SCAN: &str = env!("CARGO_BIN_EXE_scan");
+
+/// What the bench of process `pid` has set up and not yet undone.
+fn left_by(pid: u32) -> Vec<String> {
+    let own = format!("compcache-bench.{pid}");
+    let mut left = Vec::new();
+    for dir in ["/sys/fs/cgroup/memory", "/sys/fs/cgroup", "/var/tmp"] {
+        let names =
+            fs::read_dir(dir).into_iter().flatten().flatten().map(|one| one.file_name().to_string_lossy().into_owned());
+        left.extend(names.filter(|name| *name == own || name.starts_with(&format!("{own}."))));
+    }
+    for block in fs::read_dir("/sys/block").into_iter().flatten().flatten() {
+        let backing = fs::read_to_string(block.path().join("loop/backing_file")).unwrap_or_default();
+        if backing.contains(&own) {
+            left.push(backing);
+        }
+    }
+    let journal = format!("/run/compcache-bench/{pid}.journal");
+    if Path::new(&journal).exists() {
+        left.push(journal);
+    }
+    left
+}
+
+fn zram_devices() -> usize {
+    let blocks = fs::read_dir("/sys/block").into_iter().flatten().flatten();
+    blocks.filter(|one| one.file_name().to_string_lossy().starts_with("zram")).count()
+}
+
+fn zswap() -> Vec<String> {
+    let read = |name| fs::read_to_string(format!("/sys/module/zswap/parameters/{name}")).unwrap_or_default();
+    ["enabled", "compressor"].map(read).to_vec()
+}
+
+fn start(swap: &str) -> Child {
+    let mut command = Command::new(BENCH);
+    command.args(["baseline", "--ram", "16M", "--swap", swap, "--", SCAN, "64", "100000"]).stdout(Stdio::null());
+    // SAFETY: between fork and exec only signal(2) runs. A test started in the background ignores this signal.
+    unsafe {
+        command.pre_exec(|| {
+            libc::signal(libc::SIGINT, libc::SIG_DFL);
+            Ok(())
+        })
+    };
+    command.spawn().unwrap()
+}
+
+/// Whether the run is going on: swap is in use for it.
+fn is_swapping() -> bool {
+    let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
+    swaps.lines().skip(1).any(|line| line.split_whitespace().nth(3).is_some_and(|used| used != "0"))
+}
+
+fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !done() {
+        assert!(started.elapsed() < Duration::from_secs(120), "{what} did not happen");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn killed_with(signal: libc::c_int, swap: &str) {
+    let zswap_before = zswap();
+    let mut bench = start(swap);
+    let pid = bench.id();
+    wait_for("swapping", || !left_by(pid).is_empty() && is_swapping());
+    let devices = zram_devices();
+    // SAFETY: kill(2) takes two numbers; the pid is a child that has not been waited for.
+    unsafe { libc::kill(pid as libc::pid_t, signal) };
+    bench.wait().unwrap();
+    wait_for("undoing", || left_by(pid).is_empty());
+    assert_eq!(zswap(), zswap_before);
+    if swap.starts_with("zram") && Path::new("/sys/class/zram-control").exists() {
+        wait_for("removing the zram device", || zram_devices() == devices - 1);
+    }
+}
+
+#[test]
+fn a_bench_that_is_killed_leaves_nothing_behind() {
+    if !requires(&[Feature::Root, Feature::CgroupMemory, Feature::ZramDevice]) {
+        return;
+    }
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGKILL] {
+        killed_with(signal, "zram:lzo-rle");
+    }
+    if requires(&[Feature::Zswap, Feature::Loop]) {
+        killed_with(libc::SIGKILL, "zswap:lzo");
+    }
+}
+
+#[test]
+fn a_command_keeps_its_exit_status_and_its_output() {
+    if !requires(&[Feature::Root, Feature::CgroupMemory, Feature::ZramDevice]) {
+        return;
+    }
+    let command = ["baseline", "--ram", "64M", "--swap", "zram:lzo-rle", "--", "sh", "-c", "echo said; exit 7"];
+    let bench = Command::new(BENCH).args(command).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let pid = bench.id();
+    let output = bench.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(7));
+    assert_eq!(output.stdout, b"said\n");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("by the clock"));
+    assert_eq!(left_by(pid), Vec::<String>::new());
+}

@@ -1,0 +1,597 @@
+//! The evictor: keeps the process within its limit, and garbage frames ready for the handler.
+//!
+//! A hand goes round the registered ranges in order of address. A page it meets that has heat loses one degree and
+//! stays; a cold one is moved out to staging, in runs as long as they come. There it gets a second chance: it is
+//! compressed only when a third of the groups are staged behind it, and if it is touched before, it goes back and is
+//! hot. Heat also comes from the refault distance (`fault`): a page that returns sooner than the whole resident set
+//! could have been replaced belongs to the working set.
+//!
+//! When the process must shrink, garbage frames are moved to the morgue and given back to the system there: the
+//! morgue's descriptor has no events, so that the pager never waits for itself.
+//!
+//! # Source
+//! A clock hand with counts is S3-FIFO's main queue (Yang et al., 2023); the refault distance is `mm/workingset.c`.
+
+use crate::events;
+use crate::fork;
+use crate::lock::{self, Guard};
+use crate::maps::{self, MapsBuffer};
+use crate::memory::PAGE;
+use crate::pager::{Channel, MORGUE_BYTES, Pager, REGIONS_MAX, State, boxed_zeroed, clock_ns};
+use crate::process;
+use crate::regions::Ranges;
+use crate::scan::ScanBuffer;
+use crate::shared::{Region, Totals};
+use crate::staging::{Frame, GROUP, GROUPS_MAX};
+use crate::sys::{self, Errno};
+use crate::table::{HEAT_MAX, Phase, Word};
+use alloc::boxed::Box;
+use compcache_store::{PageIndex, Worker, Written};
+use core::ffi::c_void;
+use core::ops::Range;
+use core::sync::atomic::Ordering::*;
+use rustix::fd::{AsFd, OwnedFd};
+
+/// Before its first nap is over a process costs one thread and nothing else: most processes of a build end sooner.
+const FIRST_NAP_NS: u64 = 3_000_000;
+const NAP_MIN_NS: u64 = 1_000_000;
+const NAP_IDLE_NS: u64 = 20_000_000;
+const NAP_MAX_NS: u64 = 100_000_000;
+/// How fast a process can grow without faults of ours: what a processor can touch in a second.
+const GROWTH_BYTES_PER_S: u64 = 2 << 30;
+/// Ranges smaller than this are left alone.
+const REGION_BYTES_MIN: usize = 64 << 10;
+/// How much of the address range is looked at in one scan, bytes.
+const SCAN_BYTES: usize = 16 << 20;
+const RUNS_MAX: usize = 128;
+/// After this time a page that was announced to be dropped and is still there was not dropped (MADV_FREE).
+const DROPPED_FOR_S: u32 = 10;
+
+/// What the evictor's thread owns.
+pub struct Evictor {
+    pub worker: Worker,
+    pub maps: MapsBuffer,
+    scan: ScanBuffer,
+    found: Box<Ranges<REGIONS_MAX>>,
+    runs: [(usize, usize); RUNS_MAX],
+    run: usize,
+    run_count: usize,
+    /// The map's generation when `runs` was filled.
+    generation: u64,
+    hand: usize,
+    files: Option<Files>,
+    morgue_used: usize,
+    looked_at_ns: u64,
+    cpu_ns: u64,
+    /// Set in a copy of a process that was paged: it must be again before its fork returns.
+    pub recover: bool,
+}
+
+struct Files {
+    maps: OwnedFd,
+    statm: OwnedFd,
+}
+
+/// What one look at the process and its tree showed.
+struct Look {
+    /// Pages above (positive) or below the limit.
+    over_pages: i64,
+    /// Pages resident beyond what was known to the pager: something grew that is not registered.
+    unknown_growth: u64,
+    busy: bool,
+}
+
+impl Evictor {
+    /// An evictor with all its buffers.
+    pub fn new(worker: Worker, old_kernel: bool) -> Box<Evictor> {
+        Box::new(Evictor {
+            worker,
+            maps: MapsBuffer::new(),
+            scan: ScanBuffer::new(old_kernel),
+            // SAFETY: pairs of numbers are valid when zero.
+            found: unsafe { boxed_zeroed() },
+            runs: [(0, 0); RUNS_MAX],
+            run: 0,
+            run_count: 0,
+            generation: 0,
+            hand: 0,
+            files: None,
+            morgue_used: 0,
+            looked_at_ns: 0,
+            cpu_ns: 0,
+            recover: false,
+        })
+    }
+
+    /// Forgets what a parent's evictor was in the middle of. Its descriptors were the parent's.
+    pub fn reset(&mut self) {
+        core::mem::forget(self.files.take());
+        self.run_count = 0;
+        self.run = 0;
+        self.morgue_used = 0;
+        self.cpu_ns = 0;
+    }
+
+    /// The thread.
+    pub fn run(&mut self, pager: &'static Pager) -> ! {
+        if !self.recover {
+            let seen = pager.bell.load(Acquire);
+            lock::wait(&pager.bell, seen, Some(FIRST_NAP_NS));
+        }
+        pager.claim_slot();
+        let opened = self.open(pager);
+        sys::drop_capabilities();
+        if core::mem::take(&mut self.recover) {
+            let recovered = opened.is_some_and(|channel| self.arm(pager, &channel));
+            fork::recovered(pager, &mut self.worker, recovered);
+        }
+        loop {
+            let seen = pager.bell.load(Acquire);
+            let nap_ns = match opened {
+                Some(channel) => self.tick(pager, &channel),
+                None => self.look(pager).map_or(NAP_MAX_NS, |_| NAP_MAX_NS),
+            };
+            lock::wait(&pager.bell, seen, Some(nap_ns));
+        }
+    }
+
+    fn open(&mut self, pager: &Pager) -> Option<Channel> {
+        let (maps, statm) = (process::open(c"/proc/self/maps"), process::open(c"/proc/self/statm"));
+        let (Some(maps), Some(statm)) = (maps, statm) else {
+            pager.region.note_trouble(crate::shared::Trouble::NoProc, 0);
+            return None;
+        };
+        self.files = Some(Files { maps, statm });
+        match pager.open_channel() {
+            Ok(channel) => Some(channel),
+            Err((trouble, errno)) => {
+                pager.region.note_trouble(trouble, errno.0);
+                None
+            }
+        }
+    }
+
+    /// One look, and what follows from it; returns how long to sleep.
+    fn tick(&mut self, pager: &'static Pager, channel: &Channel) -> u64 {
+        let Some(look) = self.look(pager) else { return NAP_MAX_NS };
+        let armed = pager.armed.load(Acquire);
+        if look.over_pages > 0 && !armed && !self.arm(pager, channel) {
+            return NAP_MAX_NS;
+        }
+        if armed && look.over_pages > 0 && look.unknown_growth > 16 {
+            self.find_regions(pager, channel);
+        }
+        if pager.armed.load(Acquire) {
+            self.evict(pager, channel);
+        }
+        let headroom_bytes = (-look.over_pages).max(0) as u64 * PAGE as u64;
+        let until_full_ns = headroom_bytes * 1_000_000_000 / GROWTH_BYTES_PER_S;
+        let floor_ns = if look.busy { NAP_MIN_NS } else { NAP_IDLE_NS };
+        until_full_ns.clamp(floor_ns, NAP_MAX_NS)
+    }
+
+    /// Measures the process, publishes it, and derives its limit from what the tree holds.
+    fn look(&mut self, pager: &Pager) -> Option<Look> {
+        let anonymous = process::anonymous_pages(self.files.as_ref()?.statm.as_fd())?;
+        let cpu_ns = process::cpu_time_ns();
+        let now_ns = clock_ns();
+        let busy = (cpu_ns - self.cpu_ns) * 8 > now_ns - self.looked_at_ns;
+        (self.cpu_ns, self.looked_at_ns) = (cpu_ns, now_ns);
+        let mut state = pager.state.lock();
+        let ours = pager.ours_bytes(&state);
+        let resident = anonymous.saturating_sub(ours / PAGE as u64);
+        let unknown_growth = resident.saturating_sub(state.estimate_pages());
+        state.resident_pages = resident;
+        state.grown_pages = 0;
+        state.now_s = (now_ns / 1_000_000_000) as u32 & 0xff_ffff;
+        publish(pager, resident, ours);
+        let totals = pager.region.totals();
+        let headroom_bytes = headroom_bytes(pager.region, &totals);
+        let headroom = share_of(headroom_bytes / PAGE as i64, resident, &totals);
+        state.limit_pages = (resident as i64 + headroom).max(0) as u64;
+        Some(Look { over_pages: -headroom, unknown_growth, busy })
+    }
+
+    /// Starts the handler and registers what there is.
+    fn arm(&mut self, pager: &'static Pager, channel: &Channel) -> bool {
+        let mut state = pager.state.lock();
+        if pager.frozen.load(Acquire) {
+            return false;
+        }
+        let limit_bytes = state.limit_pages as usize * PAGE;
+        let groups = (limit_bytes / (GROUP * PAGE) / 32).clamp(24, GROUPS_MAX);
+        state.staging.reset(pager.staging_start, groups);
+        if channel.uffd.register(pager.staging_start, GROUPS_MAX * GROUP * PAGE).is_err() || pager.start_handler().is_err() {
+            pager.region.note_trouble(crate::shared::Trouble::NoThread, 0);
+            return false;
+        }
+        pager.armed.store(true, Release);
+        drop(state);
+        self.find_regions(pager, channel);
+        true
+    }
+
+    /// Reads the map and registers what has come since the last time.
+    fn find_regions(&mut self, pager: &Pager, channel: &Channel) {
+        let Some(files) = &self.files else { return };
+        for _ in 0..4 {
+            let generation = pager.state.lock().generation;
+            self.found.clear();
+            let (found, mut file_end) = (&mut self.found, 0);
+            maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
+                let tail_of_file = mapping.start == file_end && !mapping.heap;
+                if mapping.file {
+                    file_end = mapping.end;
+                }
+                let large = mapping.end - mapping.start >= REGION_BYTES_MIN;
+                let range = mapping.start..mapping.end;
+                if mapping.anonymous && mapping.writable && large && !tail_of_file && !pager.never.overlaps(&range) {
+                    found.add(range);
+                }
+            });
+            let mut state = pager.state.lock();
+            if state.generation != generation {
+                continue;
+            }
+            for range in found.iter() {
+                register(pager, channel, &mut state, range);
+            }
+            return;
+        }
+    }
+
+    /// Evicts until the process is within its limit and the handler has frames, or nothing more can be evicted.
+    fn evict(&mut self, pager: &Pager, channel: &Channel) {
+        let mut fruitless = 0;
+        loop {
+            let mut state = pager.state.lock();
+            if pager.frozen.load(Acquire) {
+                return;
+            }
+            let over = state.estimate_pages() > state.limit_pages;
+            let at_limit = state.estimate_pages() + (state.staging.groups_max * GROUP) as u64 >= state.limit_pages;
+            let short = at_limit && state.staging.free_frames < state.staging.high_frames();
+            if !over && !short || fruitless > 2 {
+                return;
+            }
+            if over && state.staging.free_frames > state.staging.low_frames() {
+                self.bury(pager, channel, &mut state);
+                continue;
+            }
+            if state.staging.staged.len() > state.staging.held_groups() || state.staging.empty.is_empty() {
+                let Some(group) = state.staging.staged.pop() else { return };
+                drop(compress_group(pager, state, &mut self.worker, group));
+                pager.tell_progress();
+                continue;
+            }
+            match self.fill_group(pager, channel, &mut state) {
+                Filled::Some => fruitless = 0,
+                Filled::EventPending => {
+                    drop(state);
+                    rustix::thread::sched_yield();
+                }
+                Filled::Nothing => {
+                    fruitless += 1;
+                    // What is staged is all there is to gain.
+                    if let Some(group) = state.staging.staged.pop() {
+                        drop(compress_group(pager, state, &mut self.worker, group));
+                        pager.tell_progress();
+                        fruitless = 0;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Gives garbage frames back to the system.
+    fn bury(&mut self, pager: &Pager, channel: &Channel, state: &mut State) {
+        let mut buried = 0;
+        while state.staging.free_frames > state.staging.low_frames() && state.estimate_pages() > state.limit_pages {
+            let Some((frame, frames)) = state.staging.take_free(GROUP) else { break };
+            if self.morgue_used + frames * PAGE > MORGUE_BYTES {
+                self.empty_morgue(pager);
+            }
+            let target = pager.morgue_start + self.morgue_used;
+            let (moved, error) = channel.quiet.move_pages(target, state.staging.address(frame), frames * PAGE);
+            let moved = moved / PAGE;
+            state.staging.emptied(frame, moved);
+            self.morgue_used += moved * PAGE;
+            buried += moved as u64;
+            if error.is_some() && moved == 0 {
+                break;
+            }
+            drop_pages(state, moved as u64);
+        }
+        if buried == 0 {
+            // Not even one frame moves: take the estimate back to what a look will say, rather than try for ever.
+            state.grown_pages = 0;
+            state.resident_pages = state.resident_pages.min(state.limit_pages);
+        }
+        self.empty_morgue(pager);
+    }
+
+    fn empty_morgue(&mut self, pager: &Pager) {
+        if self.morgue_used > 0 {
+            // SAFETY: the morgue is the pager's own, and nothing in it is wanted.
+            let _ = unsafe {
+                rustix::mm::madvise(pager.morgue_start as *mut c_void, self.morgue_used, rustix::mm::Advice::LinuxDontNeed)
+            };
+            self.morgue_used = 0;
+        }
+    }
+
+    /// Moves cold pages into an empty group until it is full.
+    fn fill_group(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> Filled {
+        let Some(group) = state.staging.empty.pop() else { return Filled::Nothing };
+        let mut filled = 0;
+        let mut outcome = Filled::Nothing;
+        let mut wrapped = 0;
+        while filled < GROUP {
+            let Some(run) = self.next_run(channel, state, &mut wrapped) else { break };
+            let cold = self.cold_part(pager, state, run, GROUP - filled);
+            if cold.is_empty() {
+                continue;
+            }
+            let frame = (group * GROUP + filled) as Frame;
+            let pages = (cold.end - cold.start) / PAGE;
+            let (moved, error) = channel.uffd.move_pages(state.staging.address(frame), cold.start, pages * PAGE);
+            let moved = moved / PAGE;
+            note_staged(pager, state, cold.start, frame, moved);
+            filled += moved;
+            match error {
+                None => {}
+                Some(Errno::EAGAIN) => {
+                    self.unread(cold.start + moved * PAGE);
+                    outcome = Filled::EventPending;
+                    break;
+                }
+                Some(errno) => self.pass_over(pager, state, cold.start + moved * PAGE, errno),
+            }
+        }
+        if filled == 0 {
+            state.staging.empty.push(group);
+            return outcome;
+        }
+        state.staging.staged.push(group);
+        Filled::Some
+    }
+
+    /// The next run of present pages under the hand.
+    fn next_run(&mut self, channel: &Channel, state: &mut State, wrapped: &mut u32) -> Option<Range<usize>> {
+        if self.generation != state.generation {
+            self.generation = state.generation;
+            self.run_count = 0;
+            self.run = 0;
+        }
+        while self.run == self.run_count {
+            let Some(region) = state.regions.at_or_after(self.hand) else {
+                *wrapped += 1;
+                // Each round takes one degree of heat off: after as many everything is cold that is there.
+                if *wrapped > HEAT_MAX + 1 || state.regions.len() == 0 {
+                    return None;
+                }
+                self.hand = 0;
+                continue;
+            };
+            let start = self.hand.max(region.start);
+            let end = region.end.min(start + SCAN_BYTES);
+            let (runs, mut count) = (&mut self.runs, 0);
+            self.hand = self.scan.present_runs(channel.pagemap(), start..end, |run| {
+                runs[count] = (run.start, run.end);
+                count += 1;
+                count < RUNS_MAX
+            });
+            (self.run, self.run_count) = (0, count);
+        }
+        let (start, end) = self.runs[self.run];
+        self.run += 1;
+        Some(start..end)
+    }
+
+    /// Puts the rest of the last run back: it is looked at again.
+    fn unread(&mut self, from: usize) {
+        self.run -= 1;
+        self.runs[self.run].0 = from;
+    }
+
+    /// The first cold pages of a run, at most `most`; what comes after them stays to be looked at, what was hot before
+    /// them has cooled by one degree.
+    fn cold_part(&mut self, pager: &Pager, state: &mut State, run: Range<usize>, most: usize) -> Range<usize> {
+        let mut start = run.start;
+        while start < run.end && !is_cold(pager, state, start) {
+            start += PAGE;
+        }
+        let mut end = start;
+        while end < run.end && (end - start) / PAGE < most && (end == start || is_cold(pager, state, end)) {
+            end += PAGE;
+        }
+        // `is_cold` has cooled the page at `end` if it was hot; it must not be asked twice in one round.
+        let next = if (end - start) / PAGE < most && end < run.end { end + PAGE } else { end };
+        if next < run.end {
+            self.unread(next);
+        }
+        start..end
+    }
+
+    /// A page that will not move: pinned, shared with a copy of the process, gone, or in a range of another kind.
+    fn pass_over(&mut self, pager: &Pager, state: &mut State, address: usize, errno: Errno) {
+        let _ = pager;
+        let next = match errno {
+            Errno::EBUSY | Errno::ENOENT => address + PAGE,
+            _ => {
+                let region = state.regions.containing(address);
+                let end = region.map_or(address + PAGE, |region| region.end);
+                self.hand = self.hand.max(end);
+                while self.run < self.run_count && self.runs[self.run].0 < end {
+                    self.run += 1;
+                }
+                return;
+            }
+        };
+        if self.run > 0 && self.runs[self.run - 1].1 > next && self.runs[self.run - 1].0 <= address {
+            self.unread(next);
+        }
+    }
+}
+
+enum Filled {
+    Some,
+    Nothing,
+    EventPending,
+}
+
+/// Whether a page may go now; a hot one cools by one degree.
+fn is_cold(pager: &Pager, state: &mut State, address: usize) -> bool {
+    let page = process::page_of(address);
+    let word = state.table.get(page);
+    match word.phase() {
+        // A stored copy of a page that is present is old: left over from a fork.
+        Phase::Resident | Phase::Stored => {}
+        Phase::Dropped if state.now_s.wrapping_sub(word.payload()) & 0xff_ffff > DROPPED_FOR_S => {}
+        _ => return false,
+    }
+    if word.phase() == Phase::Resident && word.heat() > 0 {
+        state.table.update(page, word.with_heat(word.heat() - 1));
+        return false;
+    }
+    !pager.is_control_block(address) && state.table.set(page, word)
+}
+
+/// Pages from `start` on are in the frames from `frame` on.
+fn note_staged(pager: &Pager, state: &mut State, start: usize, frame: Frame, pages: usize) {
+    for place in 0..pages {
+        let (page, frame) = (process::page_of(start) + place as u64, frame + place as Frame);
+        if state.table.get(page).phase() == Phase::Stored {
+            let _ = pager.pool.discard(PageIndex(page));
+        }
+        state.table.update(page, Word::new(Phase::Staged).with_payload(frame));
+        let group = &mut state.staging.groups[frame as usize / GROUP];
+        group.present |= 1 << (frame as usize % GROUP);
+        group.pages[frame as usize % GROUP] = page;
+    }
+    state.eviction_clock += pages as u64;
+    if let Some(slot) = pager.slot() {
+        slot.counters.evicted_pages.fetch_add(pages as u64, Relaxed);
+    }
+}
+
+fn drop_pages(state: &mut State, pages: u64) {
+    let from_grown = pages.min(state.grown_pages);
+    state.grown_pages -= from_grown;
+    state.resident_pages -= (pages - from_grown).min(state.resident_pages);
+}
+
+/// Compresses the pages of a group that are still staged. Both threads do this, each with its own worker.
+///
+/// The lock is released while the codec works: a fault on such a page copies it from its frame, and we notice.
+pub fn compress_group<'a>(
+    pager: &'a Pager,
+    mut state: Guard<'a, Box<State>>,
+    worker: &mut Worker,
+    group: usize,
+) -> Guard<'a, Box<State>> {
+    let present = state.staging.groups[group].present;
+    let pages = state.staging.groups[group].pages;
+    let mut taken = 0u16;
+    for place in (0..GROUP).filter(|place| present >> place & 1 == 1) {
+        let (page, frame) = (pages[place], (group * GROUP + place) as Frame);
+        let word = state.table.get(page);
+        if word.phase() == Phase::Staged && word.payload() == frame {
+            state.table.update(page, word.with_phase(Phase::Compressing));
+            taken |= 1 << place;
+        }
+    }
+    state.compressing += 1;
+    let start = state.staging.address((group * GROUP) as Frame);
+    drop(state);
+    let mut stored = 0u16;
+    for place in (0..GROUP).filter(|place| taken >> place & 1 == 1) {
+        // SAFETY: the frame is present and nobody writes to it: it leaves staging only when the group is released below.
+        let contents = unsafe { &*((start + place * PAGE) as *const compcache_store::Page) };
+        let written = pager.pool.write(worker, PageIndex(pages[place]), contents);
+        stored |= u16::from(written.is_ok()) << place;
+        let _: Option<Written> = written.ok();
+    }
+    let mut state = pager.state.lock();
+    state.compressing -= 1;
+    settle_group(pager, &mut state, group, &pages, taken, stored);
+    state
+}
+
+/// What compressing a group came to: pages stored, pages that went another way meanwhile, pages the pool refused.
+fn settle_group(pager: &Pager, state: &mut State, group: usize, pages: &[u64; GROUP], taken: u16, stored: u16) {
+    let clock = (state.eviction_clock >> 6) as u32 & 0xff_ffff;
+    for place in (0..GROUP).filter(|place| taken >> place & 1 == 1) {
+        let (page, frame) = (pages[place], (group * GROUP + place) as Frame);
+        let word = state.table.get(page);
+        let ours = word.phase() == Phase::Compressing && word.payload() == frame;
+        match (ours, stored >> place & 1 == 1) {
+            (true, true) => state.table.update(page, Word::new(Phase::Stored).with_payload(clock)),
+            (true, false) => state.table.update(page, word.with_phase(Phase::Staged)),
+            (false, true) => drop(pager.pool.discard(PageIndex(page))),
+            (false, false) => {}
+        }
+    }
+    let held = state.staging.groups[group];
+    let still_staged = (0..GROUP).any(|place| {
+        let word = state.table.get(held.pages[place]);
+        held.present >> place & 1 == 1
+            && matches!(word.phase(), Phase::Staged)
+            && word.payload() == (group * GROUP + place) as Frame
+    });
+    if still_staged {
+        state.staging.staged.push(group);
+    } else {
+        state.staging.release(group);
+    }
+}
+
+/// Registers a range that was found in the map.
+fn register(pager: &Pager, channel: &Channel, state: &mut State, range: Range<usize>) {
+    let mut at = range.start;
+    while at < range.end {
+        // What is registered already is skipped; what is between is new, and nothing old may be kept of it.
+        let known = state.regions.at_or_after(at).filter(|known| known.start < range.end);
+        let (end, next) = match &known {
+            Some(known) => (known.start.max(at), known.end.max(at)),
+            None => (range.end, range.end),
+        };
+        if at < end && channel.uffd.register(at, end - at).is_ok() {
+            events::forget_contents(pager, state, at..end);
+            state.regions.add(at..end);
+        }
+        at = next;
+    }
+}
+
+fn publish(pager: &Pager, resident_pages: u64, ours_bytes: u64) {
+    let Some(slot) = pager.slot() else { return };
+    let stats = pager.pool.stats();
+    let gauges = &slot.gauges;
+    gauges.resident_bytes.store(resident_pages * PAGE as u64, Relaxed);
+    gauges.ours_bytes.store(ours_bytes, Relaxed);
+    gauges.pages_stored.store(stats.pages_stored(), Relaxed);
+    gauges.same_pages.store(stats.same_pages, Relaxed);
+    gauges.orig_data_bytes.store(stats.orig_data_size, Relaxed);
+    gauges.compr_data_bytes.store(stats.compr_data_size, Relaxed);
+    gauges.mem_used_total_bytes.store(pager.store.mem_used_total_bytes(), Relaxed);
+}
+
+/// Bytes the tree may still grow by; negative when it is over its limits. A small part is kept back, so that the limit
+/// is met from below.
+fn headroom_bytes(region: &Region, totals: &Totals) -> i64 {
+    let ram = region.header.ram_limit_bytes.load(Relaxed);
+    let resident = region.header.resident_limit_bytes.load(Relaxed);
+    let below = |limit: u64, used: u64| if limit == 0 { i64::MAX / 2 } else { (limit - limit / 64) as i64 - used as i64 };
+    below(ram, totals.resident_bytes + totals.ours_bytes).min(below(resident, totals.resident_bytes))
+}
+
+/// This process's part of the tree's headroom: all of it while there is any, its proportion of what is too much.
+fn share_of(headroom_pages: i64, resident_pages: u64, totals: &Totals) -> i64 {
+    if headroom_pages >= 0 {
+        return headroom_pages;
+    }
+    let all = (totals.resident_bytes / PAGE as u64).max(1);
+    let share = i128::from(headroom_pages) * i128::from(resident_pages) / i128::from(all);
+    share as i64
+}

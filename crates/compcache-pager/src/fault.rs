@@ -1,0 +1,592 @@
+//! The handler: answers faults and applies events.
+//!
+//! The loop: wait for messages; take the lock; read all there are, applying the events among them first; answer the
+//! faults; release the lock. An answer that meets EAGAIN (an event is pending) reads the events and decides the fault
+//! *afresh*: the page may have been dropped meanwhile, and what was decompressed before would be a wrong byte.
+//!
+//! How a fault is answered depends on the page's word alone: the table in [`crate::table`]. A page that comes from the
+//! pool is decompressed into a garbage frame of staging, which is then moved to its place; without a garbage frame it
+//! is copied from a buffer into a new one, and the process has grown by a page.
+
+use crate::fork;
+use crate::lock::{self, Guard};
+use crate::memory::PAGE;
+use crate::pager::{Channel, Pager, State, boxed_zeroed, clock_ns};
+use crate::shared::Trouble;
+use crate::streams::{Streams, Window};
+use crate::sys::{self, Errno};
+use crate::table::{HEAT_MAX, Phase, Word};
+use crate::uffd::{self, Message};
+use alloc::boxed::Box;
+use compcache_store::{Page, PageIndex, Read, Worker};
+use core::sync::atomic::Ordering::*;
+use linux_raw_sys::general::uffd_msg;
+
+/// Pages of the buffer that fills frames when staging has none.
+const BATCH: usize = 16;
+const MESSAGES: usize = 16;
+const PENDING: usize = 512;
+/// Faults between two looks at where they come from: a look costs about as much as a fault.
+const FAULTS_BETWEEN_LOOKS: u32 = 32;
+/// How long the handler waits for the evictor to free a frame before it lets the process grow.
+const WAIT_FOR_FRAME_NS: u64 = 2_000_000;
+
+/// A fault waiting for its answer.
+#[derive(Clone, Copy)]
+struct Fault {
+    page: u64,
+    thread: u32,
+}
+
+/// What the handler's thread owns.
+pub struct Handler {
+    worker: Worker,
+    pages: Box<[Page; BATCH]>,
+    zeroes: Box<[Page; BATCH]>,
+    messages: Box<[uffd_msg; MESSAGES]>,
+    pending: Box<[Fault; PENDING]>,
+    pending_len: usize,
+    streams: Streams,
+    /// The processor this thread is bound to, and where faults were last seen to come from.
+    cpu: Option<u32>,
+    seen_cpu: Option<u32>,
+    until_look: u32,
+}
+
+/// How an attempt to answer went.
+enum Answer {
+    Done,
+    /// An event is pending: read it, then decide afresh.
+    Again,
+}
+
+impl Handler {
+    /// A handler with all its buffers.
+    pub fn new(worker: Worker) -> Box<Handler> {
+        // SAFETY: bytes, messages of plain numbers, and pairs of numbers are valid when zero.
+        let (mut pages, mut zeroes, messages, pending) = unsafe {
+            (boxed_zeroed::<[Page; BATCH]>(), boxed_zeroed::<[Page; BATCH]>(), boxed_zeroed(), boxed_zeroed())
+        };
+        // What the kernel copies from must be present: a page never touched would be a fault nobody answers.
+        for page in pages.iter_mut().chain(zeroes.iter_mut()) {
+            // SAFETY: a write of one byte to memory of ours.
+            unsafe { core::ptr::write_volatile(page.as_mut_ptr(), 0) };
+        }
+        Box::new(Handler {
+            worker,
+            pages,
+            zeroes,
+            messages,
+            pending,
+            pending_len: 0,
+            streams: Streams::default(),
+            cpu: None,
+            seen_cpu: None,
+            until_look: FAULTS_BETWEEN_LOOKS,
+        })
+    }
+
+    /// Forgets what a parent's handler was in the middle of.
+    pub fn reset(&mut self) {
+        self.pending_len = 0;
+        self.cpu = None;
+    }
+
+    /// The thread.
+    pub fn run(&mut self, pager: &Pager) -> ! {
+        sys::ask_for_short_slices(100_000);
+        let channel = pager.channel.lock().expect("the evictor opens the channel before it starts the handler");
+        loop {
+            channel.uffd.wait(-1);
+            let begun = clock_ns();
+            let mut state = pager.state.lock();
+            self.pump(pager, &channel, &mut state);
+            let mut answered = 0;
+            while self.pending_len > 0 {
+                self.pending_len -= 1;
+                let fault = self.pending[self.pending_len];
+                state = self.answer(pager, &channel, state, fault);
+                answered += 1;
+                self.follow(fault.thread);
+            }
+            let low = state.staging.free_frames < state.staging.low_frames() && state.estimate_pages() >= state.limit_pages;
+            drop(state);
+            if answered > 0
+                && let Some(slot) = pager.slot()
+            {
+                let each_ns = (clock_ns() - begun) / answered;
+                for _ in 0..answered {
+                    slot.counters.record_fault_ns(each_ns);
+                }
+                slot.counters.faults.fetch_add(answered, Relaxed);
+            }
+            if low {
+                pager.ring();
+            }
+        }
+    }
+
+    /// Reads every message there is. Events are applied at once, in order; faults are kept.
+    ///
+    /// The caller holds the lock from before the first message is read until its own decisions are carried out: so
+    /// nobody acts on what was true before an event whose originator has already been let go on.
+    fn pump(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> usize {
+        let mut total = 0;
+        loop {
+            let read = channel.uffd.read(&mut self.messages[..]);
+            total += read;
+            for place in 0..read {
+                match uffd::decode(&self.messages[place]) {
+                    Some(Message::Fault { address, thread }) => {
+                        self.keep(channel, Fault { page: (address / PAGE) as u64, thread });
+                    }
+                    Some(event) => self.apply(pager, channel, state, event),
+                    None => {}
+                }
+            }
+            if read < MESSAGES {
+                return total;
+            }
+        }
+    }
+
+    fn keep(&mut self, channel: &Channel, fault: Fault) {
+        if self.pending_len == PENDING {
+            // Whoever waits there tries again, and comes back as a new message.
+            channel.uffd.wake(fault.page as usize * PAGE, PAGE);
+            return;
+        }
+        self.pending[self.pending_len] = fault;
+        self.pending_len += 1;
+    }
+
+    fn apply(&mut self, pager: &Pager, channel: &Channel, state: &mut State, event: Message) {
+        if let Message::Fork { child } = event {
+            fork::on_event(pager, state, &mut self.worker, &mut self.pages[0], uffd::Uffd::from_event(child));
+            return;
+        }
+        if pager.frozen.load(Acquire) && state.fork_log.push(event) {
+            return;
+        }
+        crate::events::apply(pager, channel, state, event);
+    }
+
+    /// Answers one fault, however often it takes. The lock may be released and taken again meanwhile.
+    fn answer<'a>(
+        &mut self,
+        pager: &'a Pager,
+        channel: &Channel,
+        mut state: Guard<'a, Box<State>>,
+        fault: Fault,
+    ) -> Guard<'a, Box<State>> {
+        loop {
+            let attempt = if pager.frozen.load(Acquire) {
+                self.attempt_frozen(pager, channel, &mut state, fault.page)
+            } else {
+                self.attempt(pager, channel, &mut state, fault.page)
+            };
+            match attempt {
+                Answer::Done => break,
+                Answer::Again => {
+                    if self.pump(pager, channel, &mut state) == 0 {
+                        // The event has been read, but the thread that caused it has not yet gone on.
+                        drop(state);
+                        rustix::thread::sched_yield();
+                        state = pager.state.lock();
+                    }
+                }
+            }
+        }
+        if state.staging.free_frames == 0 && state.estimate_pages() > state.limit_pages + state.limit_pages / 32 {
+            state = self.wait_for_frames(pager, state);
+        }
+        state
+    }
+
+    /// The process grows faster than it is evicted from: whoever faults waits for the evictor.
+    fn wait_for_frames<'a>(&mut self, pager: &'a Pager, mut state: Guard<'a, Box<State>>) -> Guard<'a, Box<State>> {
+        if let Some(group) = state.staging.staged.pop() {
+            return crate::evict::compress_group(pager, state, &mut self.worker, group);
+        }
+        let seen = pager.progress.load(Acquire);
+        drop(state);
+        pager.ring();
+        lock::wait(&pager.progress, seen, Some(WAIT_FOR_FRAME_NS));
+        pager.state.lock()
+    }
+
+    fn attempt(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64) -> Answer {
+        let word = state.table.get(page);
+        match word.phase() {
+            Phase::Staged => self.second_chance(pager, channel, state, page, word),
+            Phase::Compressing => self.copy_back(channel, state, page, word),
+            Phase::Stored => self.load(pager, channel, state, page),
+            Phase::Resident | Phase::Dropped => self.first_touch(channel, state, page),
+        }
+    }
+
+    /// The page was still on its way out: it is hot, and goes back as it is.
+    fn second_chance(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64, word: Word) -> Answer {
+        let frame = word.payload();
+        let (moved, error) = channel.uffd.move_pages(page as usize * PAGE, state.staging.address(frame), PAGE);
+        match error {
+            None => {
+                debug_assert_eq!(moved, PAGE);
+                state.staging.forget(frame);
+            }
+            Some(Errno::EAGAIN) => return Answer::Again,
+            Some(Errno::EEXIST) => channel.uffd.wake(page as usize * PAGE, PAGE),
+            Some(_) => return self.copy_back(channel, state, page, word),
+        }
+        state.table.update(page, Word::new(Phase::Resident).with_heat((word.heat() + 2).min(HEAT_MAX)));
+        if let Some(slot) = pager.slot() {
+            slot.counters.refaults_staged.fetch_add(1, Relaxed);
+        }
+        Answer::Done
+    }
+
+    /// The page's frame cannot be had now: its contents can.
+    fn copy_back(&mut self, channel: &Channel, state: &mut State, page: u64, word: Word) -> Answer {
+        let source = state.staging.address(word.payload()) as *const u8;
+        // SAFETY: a frame of a staged or compressing page is present until its group is released, under this lock.
+        let (_, error) = unsafe { channel.uffd.copy(page as usize * PAGE, source, PAGE) };
+        match error {
+            None => state.grown_pages += 1,
+            Some(Errno::EAGAIN) => return Answer::Again,
+            Some(Errno::EEXIST) => channel.uffd.wake(page as usize * PAGE, PAGE),
+            Some(_) => {
+                // No such range any more: nobody can wait there for long.
+                channel.uffd.wake(page as usize * PAGE, PAGE);
+                return Answer::Done;
+            }
+        }
+        state.table.update(page, Word::new(Phase::Resident).with_heat((word.heat() + 2).min(HEAT_MAX)));
+        Answer::Done
+    }
+
+    /// The page is in the pool; what its stream will ask for next comes with it.
+    fn load(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64) -> Answer {
+        let window = self.streams.fault(page);
+        if let Some(slot) = pager.slot() {
+            slot.counters.faults_stored.fetch_add(1, Relaxed);
+            slot.counters.readahead_hits.fetch_add(u64::from(window.hits), Relaxed);
+        }
+        let (mut at, mut left, mut asked) = (page, window.pages as usize, true);
+        while left > 0 {
+            let run = stored_run(state, page, at, &window, left);
+            if run.pages == 0 {
+                break;
+            }
+            match self.load_run(pager, channel, state, &run, asked) {
+                Ok(0) => break,
+                Ok(loaded) => {
+                    if let Some(slot) = pager.slot() {
+                        slot.counters.readahead_pages.fetch_add((loaded - usize::from(asked)) as u64, Relaxed);
+                    }
+                    left -= loaded;
+                    at = (at as i64 + window.step * loaded as i64) as u64;
+                }
+                Err(Errno::EAGAIN) if asked => return Answer::Again,
+                Err(_) => break,
+            }
+            asked = false;
+        }
+        Answer::Done
+    }
+
+    /// Brings up to a run of neighbouring stored pages; returns how many.
+    fn load_run(
+        &mut self,
+        pager: &Pager,
+        channel: &Channel,
+        state: &mut State,
+        run: &Run,
+        asked: bool,
+    ) -> Result<usize, Errno> {
+        let room = state.limit_pages.saturating_sub(state.estimate_pages()) as usize;
+        if channel.moves
+            && let Some((frame, frames)) = state.staging.take_free(run.pages.min(BATCH))
+        {
+            return self.load_into_frames(pager, channel, state, run, frame, frames);
+        }
+        let pages = if asked { run.pages.min(BATCH).min(room.max(1)) } else { run.pages.min(BATCH).min(room) };
+        if pages == 0 { Ok(0) } else { self.load_by_copy(pager, channel, state, run, pages) }
+    }
+
+    fn load_into_frames(
+        &mut self,
+        pager: &Pager,
+        channel: &Channel,
+        state: &mut State,
+        run: &Run,
+        frame: u32,
+        frames: usize,
+    ) -> Result<usize, Errno> {
+        let first = run.first_of(frames);
+        for place in 0..frames {
+            let target = state.staging.address(frame + place as u32) as *mut Page;
+            // SAFETY: the frame is garbage of ours, present, and off the lists until `emptied`.
+            let target = unsafe { &mut *target };
+            let page = first + place as u64;
+            if !self.read(pager, channel, page, target) {
+                state.staging.emptied(frame, 0);
+                return Self::lost(state, run, page);
+            }
+        }
+        let (address, source) = (first as usize * PAGE, state.staging.address(frame));
+        let (moved, error) = channel.uffd.move_pages(address, source, frames * PAGE);
+        let moved = moved / PAGE;
+        state.staging.emptied(frame, moved);
+        self.loaded(pager, state, run, first, moved);
+        match error {
+            None => Ok(frames),
+            // The range is not quite as staging's (read-only, locked): a copy does not mind.
+            Some(errno) if moved == 0 && errno != Errno::EAGAIN && errno != Errno::EEXIST => {
+                self.load_by_copy(pager, channel, state, run, 1)
+            }
+            Some(errno) => self.loaded_in_part(pager, channel, state, run, first, moved, errno),
+        }
+    }
+
+    fn load_by_copy(
+        &mut self,
+        pager: &Pager,
+        channel: &Channel,
+        state: &mut State,
+        run: &Run,
+        pages: usize,
+    ) -> Result<usize, Errno> {
+        let first = run.first_of(pages);
+        for place in 0..pages {
+            let mut target = core::mem::replace(&mut self.pages[place], [0; PAGE]);
+            let read = self.read(pager, channel, first + place as u64, &mut target);
+            self.pages[place] = target;
+            if !read {
+                return Self::lost(state, run, first + place as u64);
+            }
+        }
+        // SAFETY: the buffer is ours and present.
+        let (copied, error) =
+            unsafe { channel.uffd.copy(first as usize * PAGE, self.pages.as_ptr().cast(), pages * PAGE) };
+        let copied = copied / PAGE;
+        state.grown_pages += copied as u64;
+        self.loaded(pager, state, run, first, copied);
+        match error {
+            None => Ok(pages),
+            Some(errno) => self.loaded_in_part(pager, channel, state, run, first, copied, errno),
+        }
+    }
+
+    /// A stored copy is damaged, and its page poisoned: nothing more is known of it. The others of its run go on.
+    fn lost(state: &mut State, run: &Run, page: u64) -> Result<usize, Errno> {
+        state.table.update(page, Word::new(Phase::Resident));
+        if page == run.asked { Ok(0) } else { Err(Errno::EAGAIN) }
+    }
+
+    /// Pages `first..first + pages` are in their places: the pool's copies are dropped.
+    fn loaded(&mut self, pager: &Pager, state: &mut State, run: &Run, first: u64, pages: usize) {
+        for page in first..first + pages as u64 {
+            let _ = pager.pool.discard(PageIndex(page));
+            let word = state.table.get(page);
+            let age = (state.eviction_clock >> 6).wrapping_sub(u64::from(word.payload())) & 0xff_ffff;
+            // Back sooner than everything resident could have been evicted: it belongs to the working set.
+            let heat = if age << 6 < state.limit_pages { 2 } else { 0 };
+            let ahead = page != run.asked;
+            let heat = if ahead { 0 } else { heat };
+            state.table.update(page, Word::new(Phase::Resident).with_heat(heat).with_read_ahead(ahead));
+        }
+    }
+
+    /// A call stopped at page `first + done`. A page that was there already is the truth, its stored copy is old.
+    #[allow(clippy::too_many_arguments, reason = "one call's circumstances")]
+    fn loaded_in_part(
+        &mut self,
+        pager: &Pager,
+        channel: &Channel,
+        state: &mut State,
+        run: &Run,
+        first: u64,
+        done: usize,
+        errno: Errno,
+    ) -> Result<usize, Errno> {
+        let stopped_at = first + done as u64;
+        match errno {
+            Errno::EEXIST => {
+                self.loaded(pager, state, run, stopped_at, 1);
+                channel.uffd.wake(stopped_at as usize * PAGE, PAGE);
+                if run.asked == stopped_at || (first..stopped_at).contains(&run.asked) { Ok(done + 1) } else { Err(Errno::EAGAIN) }
+            }
+            Errno::EAGAIN if (first..stopped_at).contains(&run.asked) => Ok(done),
+            Errno::EAGAIN => Err(Errno::EAGAIN),
+            _ => {
+                channel.uffd.wake(run.asked as usize * PAGE, PAGE);
+                Err(errno)
+            }
+        }
+    }
+
+    /// Reads a page of the pool; a damaged one becomes an error for whoever touches it.
+    fn read(&mut self, pager: &Pager, channel: &Channel, page: u64, target: &mut Page) -> bool {
+        match pager.pool.read(&mut self.worker, PageIndex(page), target) {
+            Ok(Read::Done) => true,
+            Ok(_) | Err(_) => {
+                poison(pager, channel, page);
+                false
+            }
+        }
+    }
+
+    /// A page that was never there, or whose contents were dropped: zeroes.
+    fn first_touch(&mut self, channel: &Channel, state: &mut State, page: u64) -> Answer {
+        let window = self.streams.fault(page);
+        let pages = self.untouched_run(state, page, &window);
+        let frames = if channel.moves { state.staging.take_free(pages) } else { None };
+        let (filled, error) = match frames {
+            Some((frame, frames)) => {
+                let source = state.staging.address(frame);
+                // SAFETY: garbage frames of ours, present, off the lists until `emptied`.
+                unsafe { core::ptr::write_bytes(source as *mut u8, 0, frames * PAGE) };
+                let (moved, error) = channel.uffd.move_pages(page as usize * PAGE, source, frames * PAGE);
+                state.staging.emptied(frame, moved / PAGE);
+                (moved, error)
+            }
+            None => {
+                // SAFETY: the zeroes are ours and present.
+                let (copied, error) =
+                    unsafe { channel.uffd.copy(page as usize * PAGE, self.zeroes.as_ptr().cast(), pages * PAGE) };
+                state.grown_pages += (copied / PAGE) as u64;
+                (copied, error)
+            }
+        };
+        for touched in page..page + (filled / PAGE) as u64 {
+            if state.table.get(touched) != Word::UNKNOWN {
+                state.table.update(touched, Word::new(Phase::Resident));
+            }
+        }
+        match error {
+            Some(Errno::EAGAIN) if filled == 0 => Answer::Again,
+            Some(errno) if filled == 0 && errno != Errno::EEXIST => self.first_touch_alone(channel, state, page),
+            _ => {
+                if filled == 0 {
+                    channel.uffd.wake(page as usize * PAGE, PAGE);
+                }
+                Answer::Done
+            }
+        }
+    }
+
+    /// One page of zeroes, by copy: what works in every range.
+    fn first_touch_alone(&mut self, channel: &Channel, state: &mut State, page: u64) -> Answer {
+        // SAFETY: the zeroes are ours and present.
+        let (_, error) = unsafe { channel.uffd.copy(page as usize * PAGE, self.zeroes.as_ptr().cast(), PAGE) };
+        match error {
+            Some(Errno::EAGAIN) => return Answer::Again,
+            Some(_) => channel.uffd.wake(page as usize * PAGE, PAGE),
+            None => state.grown_pages += 1,
+        }
+        if state.table.get(page) != Word::UNKNOWN {
+            state.table.update(page, Word::new(Phase::Resident));
+        }
+        Answer::Done
+    }
+
+    /// How many pages from `page` on may be filled with zeroes at once: a forward stream's window, inside one range, as
+    /// far as nothing is known of them.
+    fn untouched_run(&self, state: &State, page: u64, window: &Window) -> usize {
+        let Some(region) = state.regions.containing(page as usize * PAGE) else { return 1 };
+        if window.step != 1 {
+            return 1;
+        }
+        let end = (region.end / PAGE) as u64;
+        let most = (window.pages as u64).min(BATCH as u64).min(end - page);
+        (1..most).take_while(|ahead| state.table.get(page + ahead) == Word::UNKNOWN).count() + 1
+    }
+
+    /// Like [`Handler::attempt`], but nothing changes that a copy of the process will need: pages are copied in, and stay
+    /// stored as well. A stored copy of a page that is present is harmless: it is read only if the page goes missing, and
+    /// whatever makes it go missing drops or replaces the copy.
+    fn attempt_frozen(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64) -> Answer {
+        let source = state.fork_log.source(page);
+        let stored = source.filter(|&source| state.table.get(source).phase() == Phase::Stored);
+        let filled = match stored {
+            Some(stored) => {
+                // Should the process be copied just now, the copy has a lock to free.
+                pager.frozen_read.store(stored, Release);
+                matches!(pager.pool.read(&mut self.worker, PageIndex(stored), &mut self.pages[0]), Ok(Read::Done))
+            }
+            None => false,
+        };
+        if stored.is_some() && !filled {
+            poison(pager, channel, page);
+            return Answer::Done;
+        }
+        let from = if filled { self.pages.as_ptr() } else { self.zeroes.as_ptr() };
+        // SAFETY: both buffers are ours and present.
+        let (_, error) = unsafe { channel.uffd.copy(page as usize * PAGE, from.cast(), PAGE) };
+        match error {
+            None => {}
+            Some(Errno::EAGAIN) => return Answer::Again,
+            Some(_) => channel.uffd.wake(page as usize * PAGE, PAGE),
+        }
+        Answer::Done
+    }
+
+    /// Stays on the processor of the thread that faults: a handler elsewhere must be woken across processors, which costs
+    /// five times the fault itself.
+    fn follow(&mut self, thread: u32) {
+        self.until_look -= 1;
+        if self.until_look > 0 {
+            return;
+        }
+        self.until_look = FAULTS_BETWEEN_LOOKS;
+        let Some(cpu) = crate::process::cpu_of(thread) else { return };
+        // Two looks must agree: several threads that fault in turn would have us run after each.
+        let agreed = self.seen_cpu.replace(cpu) == Some(cpu);
+        if !agreed || self.cpu == Some(cpu) {
+            return;
+        }
+        let mut mask = [0u64; 16];
+        mask[cpu as usize / 64 % 16] = 1 << (cpu % 64);
+        if sys::set_affinity(&mask) {
+            self.cpu = Some(cpu);
+        }
+    }
+}
+
+/// Makes a page whose contents are lost an error for whoever touches it.
+fn poison(pager: &Pager, channel: &Channel, page: u64) {
+    let address = page as usize * PAGE;
+    match channel.uffd.poison(address, PAGE) {
+        Ok(()) | Err(Errno::EEXIST) => channel.uffd.wake(address, PAGE),
+        // Linux before 6.6 cannot poison; going on would mean a wrong page or a hang.
+        Err(_) => crate::process::die(pager, Trouble::LostPage),
+    }
+}
+
+/// A run of neighbouring stored pages, in the direction of its stream.
+struct Run {
+    asked: u64,
+    at: u64,
+    step: i64,
+    pages: usize,
+}
+
+impl Run {
+    /// The lowest page when `pages` of the run are taken, nearest first.
+    fn first_of(&self, pages: usize) -> u64 {
+        if self.step < 0 { self.at + 1 - pages as u64 } else { self.at }
+    }
+}
+
+/// The run of stored pages from `at` on, in the window's direction: neighbours for a step of one, else a single page.
+fn stored_run(state: &State, asked: u64, at: u64, window: &Window, most: usize) -> Run {
+    let most = if window.step.abs() == 1 { most } else { 1 };
+    let direction = window.step.signum();
+    let bounds = state.regions.containing(at as usize * PAGE);
+    let inside = |page: u64| bounds.as_ref().is_none_or(|range| range.contains(&(page as usize * PAGE)));
+    let pages = (0..most as i64)
+        .map(|ahead| (at as i64 + direction * ahead) as u64)
+        .take_while(|&page| inside(page) && state.table.get(page).phase() == Phase::Stored)
+        .count();
+    Run { asked, at, step: direction, pages }
+}

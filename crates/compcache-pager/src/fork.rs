@@ -1,0 +1,303 @@
+//! Copies of the process.
+//!
+//! fork copies the compressed data like any memory, but not the descriptors the pager lives by: in the child what is
+//! evicted would read as zeroes. So, in the handlers that fork runs:
+//!
+//! | when    | where                  | what                                                              |
+//! |---------|------------------------|-------------------------------------------------------------------|
+//! | prepare | parent                 | staging is emptied; from here on nothing changes that the child needs (`frozen`) |
+//! | parent  | parent                 | what happened meanwhile is applied, eviction goes on              |
+//! | child   | child, one thread      | threads, descriptors and registrations of its own; then fork returns |
+//!
+//! Between prepare and the copy, faults are still answered, by copying and without changing anything. Between the copy
+//! and the child's handler, libc touches a few structures of its own; they are brought back in prepare
+//! (`compcache-preload` knows them) and cannot be evicted meanwhile.
+//!
+//! A copy made without fork handlers (a bare clone(2), `_Fork`) is noticed where the kernel announces it (fork events,
+//! with CAP_SYS_PTRACE): all its evicted pages are brought to it at once, and it goes on unpaged.
+
+use crate::lock::{self, Mutex};
+use crate::memory::PAGE;
+use crate::pager::{Channel, Pager, State};
+use crate::shared::Trouble;
+use crate::table::{Phase, Word};
+use crate::uffd::{Message, Uffd};
+use crate::{events, process};
+use compcache_store::{Page, PageIndex, Read, Worker};
+use core::ops::Range;
+use core::sync::atomic::{AtomicU32, Ordering::*};
+use rustix::fs::{Mode, OFlags};
+
+const ENTRIES: usize = 1024;
+const WAITING: u32 = 0;
+const RECOVERED: u32 = 1;
+
+/// One fork at a time.
+pub struct ForkTurn {
+    turn: Mutex<()>,
+    recovered: AtomicU32,
+}
+
+impl ForkTurn {
+    /// Nobody forks.
+    pub const fn new() -> Self {
+        ForkTurn { turn: Mutex::new(()), recovered: AtomicU32::new(WAITING) }
+    }
+}
+
+/// Events read while a fork was under way: applied when it is over, in both processes.
+pub struct ForkLog {
+    entries: [Entry; ENTRIES],
+    len: usize,
+}
+
+#[derive(Clone, Copy)]
+struct Entry {
+    kind: u8,
+    from: usize,
+    to: usize,
+    len: usize,
+}
+
+const REMOVE: u8 = 0;
+const UNMAP: u8 = 1;
+const REMAP: u8 = 2;
+
+impl ForkLog {
+    /// Keeps an event for later. False when there is no room: then it must be applied at once.
+    pub fn push(&mut self, event: Message) -> bool {
+        let entry = match event {
+            Message::Remove { start, end } => Entry { kind: REMOVE, from: start, to: 0, len: end - start },
+            Message::Unmap { start, end } => Entry { kind: UNMAP, from: start, to: 0, len: end - start },
+            Message::Remap { from, to, len } => Entry { kind: REMAP, from, to, len },
+            Message::Fault { .. } | Message::Fork { .. } => return true,
+        };
+        if self.len == ENTRIES {
+            return false;
+        }
+        self.entries[self.len] = entry;
+        self.len += 1;
+        true
+    }
+
+    /// Which page's stored copy is now the contents of `page`, after what is in the log; `None` for zeroes.
+    pub fn source(&self, page: u64) -> Option<u64> {
+        let mut address = page as usize * PAGE;
+        for entry in self.entries[..self.len].iter().rev() {
+            let inside = |start: usize| (start..start + entry.len).contains(&address);
+            match entry.kind {
+                REMAP if inside(entry.to) => address = address - entry.to + entry.from,
+                REMAP | REMOVE | UNMAP if inside(entry.from) => return None,
+                _ => {}
+            }
+        }
+        Some((address / PAGE) as u64)
+    }
+
+    fn take(&mut self) -> impl Iterator<Item = Message> + use<> {
+        let (entries, len) = (self.entries, core::mem::take(&mut self.len));
+        entries.into_iter().take(len).map(|Entry { kind, from, to, len }| match kind {
+            REMOVE => Message::Remove { start: from, end: from + len },
+            UNMAP => Message::Unmap { start: from, end: from + len },
+            _ => Message::Remap { from, to, len },
+        })
+    }
+}
+
+/// Before a fork, in the thread that forks.
+pub fn prepare(pager: &Pager) {
+    pager.fork_turn.turn.hold();
+    if !pager.armed.load(Acquire) {
+        // No fault of ours can happen: nothing is registered, and nothing will be while the lock is held.
+        pager.state.hold();
+        if !pager.armed.load(Acquire) {
+            return;
+        }
+        // SAFETY: held just above.
+        unsafe { pager.state.free_held() };
+    }
+    loop {
+        let mut state = pager.state.lock();
+        if state.compressing == 0 && unstage_all(pager, &mut state) {
+            pager.frozen.store(true, Release);
+            return;
+        }
+        drop(state);
+        rustix::thread::sched_yield();
+    }
+}
+
+/// Moves every staged page back to where it came from. False when an event is in the way: read it first.
+fn unstage_all(pager: &Pager, state: &mut State) -> bool {
+    let Some(channel) = *pager.channel.lock() else { return true };
+    while let Some(group) = state.staging.staged.pop() {
+        let held = state.staging.groups[group];
+        for place in 0..held.pages.len() {
+            let (page, frame) = (held.pages[place], (group * held.pages.len() + place) as u32);
+            let word = state.table.get(page);
+            if held.present >> place & 1 == 0 || word.phase() != Phase::Staged || word.payload() != frame {
+                continue;
+            }
+            if !unstage(&channel, state, page, word) {
+                state.staging.staged.push_front(group);
+                return false;
+            }
+        }
+        state.staging.release(group);
+    }
+    true
+}
+
+fn unstage(channel: &Channel, state: &mut State, page: u64, word: Word) -> bool {
+    let (address, source) = (page as usize * PAGE, state.staging.address(word.payload()));
+    let (_, error) = channel.uffd.move_pages(address, source, PAGE);
+    match error {
+        None => state.staging.forget(word.payload()),
+        Some(_) => {
+            // SAFETY: a staged page's frame is present.
+            let (copied, error) = unsafe { channel.uffd.copy(address, source as *const u8, PAGE) };
+            match error {
+                Some(crate::sys::Errno::EAGAIN) => return false,
+                _ => state.grown_pages += (copied / PAGE) as u64,
+            }
+        }
+    }
+    state.table.update(page, Word::new(Phase::Resident).with_heat(1));
+    true
+}
+
+/// After a fork, in the parent.
+pub fn parent(pager: &Pager) {
+    if pager.frozen.load(Acquire) {
+        let mut state = pager.state.lock();
+        pager.frozen.store(false, Release);
+        apply_log(pager, &mut state);
+        drop(state);
+        pager.ring();
+    } else {
+        // SAFETY: held by `prepare`, in this thread.
+        unsafe { pager.state.free_held() };
+    }
+    // SAFETY: held by `prepare`, in this thread.
+    unsafe { pager.fork_turn.turn.free_held() };
+}
+
+fn apply_log(pager: &Pager, state: &mut State) {
+    let Some(channel) = *pager.channel.lock() else { return };
+    let log = state.fork_log.take();
+    for event in log {
+        events::apply(pager, &channel, state, event);
+    }
+}
+
+/// After a fork, in the child: there is one thread, this one, and nothing answers faults until it is paged again.
+///
+/// # Safety
+/// Only in the child of a fork, from its only thread, once.
+pub unsafe fn child(pager: &'static Pager) {
+    // SAFETY: no other thread exists here; `prepare` saw to it that what the locks protect is whole.
+    unsafe {
+        pager.state.free_after_fork();
+        pager.fork_turn.turn.free_after_fork();
+        pager.channel.free_after_fork();
+        pager.pool.free_reader_after_fork(PageIndex(pager.frozen_read.load(Acquire)));
+    }
+    pager.frozen.store(false, Release);
+    pager.slot.store(0, Release);
+    let was_armed = pager.armed.swap(false, AcqRel);
+    // SAFETY: the parent's threads, whose structures these were, do not exist here.
+    let (evictor, handler) = unsafe { (&mut *pager.evictor, &mut *pager.handler) };
+    evictor.reset();
+    handler.reset();
+    evictor.recover = was_armed;
+    pager.fork_turn.recovered.store(WAITING, Release);
+    if was_armed {
+        let mut state = pager.state.lock();
+        // The descriptor of the parent's pagemap is not ours, and what was dropped need not be looked at: our own
+        // registrations come after, so nothing is dropped behind them.
+        let log = state.fork_log.take();
+        for event in log {
+            if let Message::Remove { start, end } | Message::Unmap { start, end } = event {
+                events::forget_contents(pager, &mut state, start..end);
+            } else if let Message::Remap { from, to, len } = event {
+                events::forget_contents(pager, &mut state, to..to + len);
+                events::move_words(pager, &mut state, from, to, len);
+            }
+        }
+        state.regions.clear();
+        state.generation += 1;
+    }
+    if pager.start().is_err() {
+        pager.region.note_trouble(Trouble::NoThread, 0);
+        if was_armed {
+            restore_all(pager, &mut evictor.worker);
+        }
+        return;
+    }
+    if was_armed {
+        while pager.fork_turn.recovered.load(Acquire) == WAITING {
+            lock::wait(&pager.fork_turn.recovered, WAITING, None);
+        }
+    }
+}
+
+/// Called by a child's evictor when it is paged again, or cannot be.
+pub fn recovered(pager: &Pager, worker: &mut Worker, paged: bool) {
+    if !paged {
+        restore_all(pager, worker);
+    }
+    pager.fork_turn.recovered.store(RECOVERED, Release);
+    lock::wake(&pager.fork_turn.recovered);
+}
+
+/// Writes every stored page back to its place: the process goes on unpaged. Nothing is registered.
+fn restore_all(pager: &Pager, worker: &mut Worker) {
+    let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+    let Ok(memory) = rustix::fs::open(c"/proc/self/mem", flags, Mode::empty()) else {
+        process::die(pager, Trouble::LostPage);
+    };
+    let mut contents: Page = [0; PAGE];
+    let mut state = pager.state.lock();
+    events::for_each_known(&mut state, ALL_PAGES, |state, page, word| {
+        if word.phase() == Phase::Stored {
+            match pager.pool.read(worker, PageIndex(page), &mut contents) {
+                Ok(Read::Done) => {}
+                _ => process::die(pager, Trouble::LostPage),
+            }
+            // An address that is mapped no more takes nothing.
+            let _ = rustix::io::pwrite(&memory, &contents, page * PAGE as u64);
+            let _ = pager.pool.discard(PageIndex(page));
+        }
+        state.table.update(page, Word::UNKNOWN);
+    });
+}
+
+const ALL_PAGES: Range<u64> = 0..crate::table::PAGES;
+
+/// The kernel announces a copy of the process. One that the fork handlers know looks after itself; for any other,
+/// everything evicted is brought to it here.
+pub fn on_event(pager: &Pager, state: &mut State, worker: &mut Worker, contents: &mut Page, child: Uffd) {
+    if !pager.frozen.load(Acquire) {
+        populate(pager, state, worker, contents, child);
+        pager.region.header.unpaged_copies.fetch_add(1, Relaxed);
+    }
+    child.close();
+}
+
+fn populate(pager: &Pager, state: &mut State, worker: &mut Worker, contents: &mut Page, child: Uffd) {
+    events::for_each_known(state, ALL_PAGES, |state, page, word| {
+        let source = match word.phase() {
+            Phase::Staged | Phase::Compressing => state.staging.address(word.payload()) as *const u8,
+            Phase::Stored => match pager.pool.read(worker, PageIndex(page), contents) {
+                Ok(Read::Done) => contents.as_ptr(),
+                _ => {
+                    let _ = child.poison(page as usize * PAGE, PAGE);
+                    return;
+                }
+            },
+            Phase::Resident | Phase::Dropped => return,
+        };
+        // SAFETY: both kinds of source are memory of ours, and present. A page that is there already stays.
+        let _ = unsafe { child.copy(page as usize * PAGE, source, PAGE) };
+    });
+}

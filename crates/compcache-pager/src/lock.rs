@@ -1,0 +1,113 @@
+//! A mutex of four bytes on the kernel's futex, for threads that may use nothing of libc.
+//!
+//! Three states, after Drepper's "Futexes Are Tricky" (2011), mutex 3: free, held, held with somebody waiting.
+
+use core::cell::UnsafeCell;
+use core::ops::{Deref, DerefMut};
+use core::sync::atomic::{AtomicU32, Ordering::*};
+use rustix::thread::futex;
+
+const FREE: u32 = 0;
+const HELD: u32 = 1;
+const CONTENDED: u32 = 2;
+const SPINS: u32 = 100;
+
+/// Waits until `word` no longer holds `value`, or `timeout_ns` have passed, or for no reason at all.
+pub fn wait(word: &AtomicU32, value: u32, timeout_ns: Option<u64>) {
+    let timeout = timeout_ns.map(|ns| futex::Timespec { tv_sec: (ns / 1_000_000_000) as i64, tv_nsec: (ns % 1_000_000_000) as _ });
+    let _ = futex::wait(word, futex::Flags::PRIVATE, value, timeout.as_ref());
+}
+
+/// Wakes everybody who waits on `word`.
+pub fn wake(word: &AtomicU32) {
+    let _ = futex::wake(word, futex::Flags::PRIVATE, i32::MAX as u32);
+}
+
+/// Mutual exclusion around a `T`.
+pub struct Mutex<T> {
+    word: AtomicU32,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: the word lets one thread at a time reach the value.
+unsafe impl<T: Send> Sync for Mutex<T> {}
+// SAFETY: owning the mutex is owning the value.
+unsafe impl<T: Send> Send for Mutex<T> {}
+
+impl<T> Mutex<T> {
+    /// An unlocked mutex.
+    pub const fn new(value: T) -> Self {
+        Mutex { word: AtomicU32::new(FREE), value: UnsafeCell::new(value) }
+    }
+
+    /// Waits for the lock.
+    pub fn lock(&self) -> Guard<'_, T> {
+        if self.word.compare_exchange(FREE, HELD, Acquire, Relaxed).is_err() {
+            self.lock_contended();
+        }
+        Guard { mutex: self }
+    }
+
+    #[cold]
+    fn lock_contended(&self) {
+        for _ in 0..SPINS {
+            if self.word.load(Relaxed) == FREE && self.word.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok() {
+                return;
+            }
+            core::hint::spin_loop();
+        }
+        while self.word.swap(CONTENDED, Acquire) != FREE {
+            wait(&self.word, CONTENDED, None);
+        }
+    }
+
+    /// Frees the lock whoever held it.
+    ///
+    /// # Safety
+    /// For a process that has just been copied by fork: the holder exists only in the parent, and what it protects must
+    /// be fit to be used as it was copied.
+    pub unsafe fn free_after_fork(&self) {
+        self.word.store(FREE, Release);
+    }
+
+    /// Leaves the lock held with no guard to free it: for [`Mutex::free_held`].
+    pub fn hold(&self) {
+        core::mem::forget(self.lock());
+    }
+
+    /// Frees the lock taken by [`Mutex::hold`].
+    ///
+    /// # Safety
+    /// The caller must be the one that called `hold`, and have no reference to the value left.
+    pub unsafe fn free_held(&self) {
+        drop(Guard { mutex: self });
+    }
+}
+
+/// The lock, held.
+pub struct Guard<'a, T> {
+    mutex: &'a Mutex<T>,
+}
+
+impl<T> Deref for Guard<'_, T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        // SAFETY: the guard exists only while its thread holds the lock.
+        unsafe { &*self.mutex.value.get() }
+    }
+}
+
+impl<T> DerefMut for Guard<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: the guard exists only while its thread holds the lock, and is borrowed uniquely here.
+        unsafe { &mut *self.mutex.value.get() }
+    }
+}
+
+impl<T> Drop for Guard<'_, T> {
+    fn drop(&mut self) {
+        if self.mutex.word.swap(FREE, Release) == CONTENDED {
+            let _ = futex::wake(&self.mutex.word, futex::Flags::PRIVATE, 1);
+        }
+    }
+}

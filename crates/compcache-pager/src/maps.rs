@@ -1,0 +1,123 @@
+//! The process's own map, read line by line without allocating.
+
+use rustix::fd::BorrowedFd;
+
+/// One mapping, as far as the pager cares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mapping {
+    pub start: usize,
+    pub end: usize,
+    /// Private and anonymous, by the map alone: no file, no name but `[heap]` or a name the program gave it.
+    pub anonymous: bool,
+    /// Readable and writable.
+    pub writable: bool,
+    /// Backed by a file.
+    pub file: bool,
+    pub heap: bool,
+}
+
+const BUFFER: usize = 32 << 10;
+
+/// Reads `/proc/self/maps` through an open descriptor and calls `each` for every mapping, in order of address.
+///
+/// The buffer is the caller's; a mapping that changes meanwhile may be seen as it was or as it is.
+pub fn for_each(fd: BorrowedFd<'_>, buffer: &mut MapsBuffer, mut each: impl FnMut(Mapping)) {
+    let bytes = &mut buffer.0;
+    let mut offset = 0u64;
+    let mut held = 0;
+    loop {
+        let read = match rustix::io::pread(fd, &mut bytes[held..], offset) {
+            Ok(0) | Err(_) => break,
+            Ok(read) => read,
+        };
+        offset += read as u64;
+        let filled = held + read;
+        let mut line_start = 0;
+        while let Some(length) = bytes[line_start..filled].iter().position(|&byte| byte == b'\n') {
+            if let Some(mapping) = parse(&bytes[line_start..line_start + length]) {
+                each(mapping);
+            }
+            line_start += length + 1;
+        }
+        bytes.copy_within(line_start..filled, 0);
+        held = filled - line_start;
+        if held == bytes.len() {
+            break; // a line longer than the buffer: no kernel writes one
+        }
+    }
+}
+
+/// Room for reading maps.
+pub struct MapsBuffer([u8; BUFFER]);
+
+impl MapsBuffer {
+    /// A buffer, all zero.
+    pub const fn new() -> Self {
+        MapsBuffer([0; BUFFER])
+    }
+}
+
+fn parse(line: &[u8]) -> Option<Mapping> {
+    let mut fields = line.splitn(6, |&byte| byte == b' ');
+    let range = fields.next()?;
+    let dash = range.iter().position(|&byte| byte == b'-')?;
+    let (start, end) = (hex(&range[..dash])?, hex(&range[dash + 1..])?);
+    let rights = fields.next()?;
+    let (_offset, _device) = (fields.next()?, fields.next()?);
+    let inode = fields.next()?;
+    let name = fields.next().unwrap_or(b"");
+    let name = &name[name.iter().position(|&byte| byte != b' ').unwrap_or(name.len())..];
+    let file = inode != b"0";
+    let plain = name.is_empty() || name == b"[heap]" || name.starts_with(b"[anon:");
+    Some(Mapping {
+        start,
+        end,
+        anonymous: !file && plain && rights.get(3) == Some(&b'p'),
+        writable: rights.starts_with(b"rw"),
+        file,
+        heap: name == b"[heap]",
+    })
+}
+
+fn hex(digits: &[u8]) -> Option<usize> {
+    digits.iter().try_fold(0usize, |value, &digit| {
+        let digit = (digit as char).to_digit(16)?;
+        Some(value << 4 | digit as usize)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_private_mappings_without_a_file_are_anonymous() {
+        let anonymous = |line: &str| parse(line.as_bytes()).unwrap().anonymous;
+        assert!(anonymous("7f0000000000-7f0000021000 rw-p 00000000 00:00 0 "));
+        assert!(anonymous("55d0c0000000-55d0c0021000 rw-p 00000000 00:00 0                          [heap]"));
+        assert!(anonymous("7f0000000000-7f0000021000 rw-p 00000000 00:00 0                  [anon:arena]"));
+        assert!(!anonymous("7f0000000000-7f0000021000 rw-s 00000000 00:01 77                 /dev/zero (deleted)"));
+        assert!(!anonymous("7f0000000000-7f0000021000 rw-p 00000000 fe:00 77                 /usr/lib/x.so"));
+        assert!(!anonymous("7ffc00000000-7ffc00021000 rw-p 00000000 00:00 0                  [stack]"));
+    }
+
+    #[test]
+    fn a_line_is_read_to_the_byte() {
+        let heap = parse(b"55d0c0000000-55d0c0021000 rw-p 00000000 00:00 0                          [heap]").unwrap();
+        assert_eq!((heap.start, heap.end), (0x55d0_c000_0000, 0x55d0_c002_1000));
+        assert!(heap.heap && heap.writable && !heap.file);
+    }
+
+    #[test]
+    fn the_map_of_this_process_contains_this_function() {
+        use rustix::fs::{Mode, OFlags};
+        let fd = rustix::fs::open(c"/proc/self/maps", OFlags::RDONLY, Mode::empty()).unwrap();
+        let mut buffer = MapsBuffer::new();
+        let here = only_private_mappings_without_a_file_are_anonymous as *const () as usize;
+        let mut found = 0;
+        for_each(rustix::fd::AsFd::as_fd(&fd), &mut buffer, |mapping| {
+            found += usize::from((mapping.start..mapping.end).contains(&here) && mapping.file);
+        });
+        assert_eq!(found, 1);
+    }
+}

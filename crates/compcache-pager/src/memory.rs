@@ -1,0 +1,83 @@
+//! Memory of the pager's own: mapped directly, never registered, never evicted.
+
+use crate::sys::Errno;
+use core::alloc::{GlobalAlloc, Layout};
+use core::ptr::null_mut;
+use core::sync::atomic::{AtomicUsize, Ordering::*};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+
+/// Bytes of a page.
+pub const PAGE: usize = 4096;
+
+/// Maps `len` bytes of private memory. Nothing of it costs anything until it is touched.
+pub fn map(len: usize) -> Result<*mut u8, Errno> {
+    // SAFETY: a fresh private mapping at an address of the kernel's choice disturbs nobody.
+    let mapped = unsafe {
+        mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE)
+    };
+    let start = mapped.map_err(|errno| Errno(errno.raw_os_error()))?;
+    // Huge pages would make a touch of one byte cost two megabytes.
+    // SAFETY: the range was mapped just now.
+    let _ = unsafe { madvise(start, len, Advice::LinuxNoHugepage) };
+    Ok(start.cast())
+}
+
+/// The allocator of the preloaded object: bytes from one mapped range, in order, never given back.
+///
+/// The pager and its store allocate while they are set up and never afterwards, so there is nothing to reuse; and the
+/// program's own allocator must not be called, for its memory can be evicted.
+pub struct SetupHeap {
+    start: AtomicUsize,
+    used: AtomicUsize,
+}
+
+const HEAP_BYTES: usize = 64 << 20;
+
+impl SetupHeap {
+    /// An allocator that maps its range at the first call.
+    pub const fn new() -> Self {
+        SetupHeap { start: AtomicUsize::new(0), used: AtomicUsize::new(0) }
+    }
+
+    /// Bytes handed out.
+    pub fn used_bytes(&self) -> usize {
+        self.used.load(Relaxed)
+    }
+
+    fn start(&self) -> Option<usize> {
+        let start = self.start.load(Acquire);
+        if start != 0 {
+            return Some(start);
+        }
+        // The first call is made by the constructor, when there is one thread.
+        let start = map(HEAP_BYTES).ok()? as usize;
+        self.start.store(start, Release);
+        Some(start)
+    }
+}
+
+impl Default for SetupHeap {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+// SAFETY: every call hands out a range of its own, by one atomic addition, inside a mapping that is never unmapped.
+unsafe impl GlobalAlloc for SetupHeap {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let Some(start) = self.start() else { return null_mut() };
+        let room = layout.size() + layout.align();
+        let offset = self.used.fetch_add(room, Relaxed);
+        if offset + room > HEAP_BYTES {
+            return null_mut();
+        }
+        (start + offset).next_multiple_of(layout.align()) as *mut u8
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as `alloc`; fresh mapped memory is zero.
+        unsafe { self.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, _: *mut u8, _: Layout) {}
+}

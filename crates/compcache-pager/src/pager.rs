@@ -1,0 +1,357 @@
+//! The pager of one process: what its two threads share.
+//!
+//! Problem: a program must run in less memory than it uses. Idea: move the frames of its cold pages to a staging range
+//! in the same address space, compress them there into a pool, and give the frames to the next faults.
+//!
+//! Two threads, unknown to libc ([`crate::sys::start_thread`]):
+//! - the *evictor* ([`crate::evict`]) wakes a few times a second, compares what the process holds with its limit, and
+//!   when over it moves pages out and compresses them. A process that fits its limit pays for that thread's naps only.
+//! - the *handler* ([`crate::fault`]) starts when the first range is registered; it answers faults and events.
+//!
+//! **One lock**, [`Pager::state`], protects the page table, staging and regions. The handler holds it while it answers
+//! a fault, the evictor while it moves a run out; compressing is done outside it, with the pages in phase
+//! `Compressing`. That makes the hard rule simple: messages are read, and the events among them applied, under the same
+//! hold of the lock under which pages are moved; so no decision is older than an event that has been read. Events that
+//! have not been read yet make the kernel refuse every move with EAGAIN, in and out, because staging is registered with
+//! the same descriptor.
+//!
+//! Order of locks: fork turn, state, then the store's.
+//!
+//! What is *not* here: policy for several processes (`shared`), what a page's word means (`table`), copies of the
+//! process (`fork`).
+
+use crate::evict::Evictor;
+use crate::fault::Handler;
+use crate::fork::{ForkLog, ForkTurn};
+use crate::lock::{self, Mutex};
+use crate::memory::{self, PAGE};
+use crate::process;
+use crate::regions::Ranges;
+use crate::scan::ScanBuffer;
+use crate::shared::{EvictionWay, ProcessSlot, Region, RunCodec, Trouble};
+use crate::staging::{GROUP, GROUPS_MAX, Staging};
+use crate::sys::{self, Errno, Files, RobustList};
+use crate::table::PageTable;
+use crate::uffd::{Features, Uffd};
+use alloc::boxed::Box;
+use alloc::sync::Arc;
+use compcache_store::{Codec, Pool, PoolConfig, Store, StoreConfig, Worker};
+use core::ffi::c_void;
+use rustix::fd::{BorrowedFd, IntoRawFd};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+
+/// Ranges that can be registered at once; what is beyond stays unpaged.
+pub const REGIONS_MAX: usize = 16384;
+/// Ranges that are never registered.
+pub const EXCLUDED_MAX: usize = 1024;
+/// Threads whose control blocks are known.
+pub const THREADS_MAX: usize = 4096;
+const STACK_BYTES: usize = 256 << 10;
+const TLS_BYTES: usize = 4096;
+/// Bytes of frames to be given back to the system at once.
+pub const MORGUE_BYTES: usize = 1 << 20;
+
+/// Everything under the lock.
+pub struct State {
+    pub table: PageTable,
+    pub staging: Staging,
+    /// Registered with the userfaultfd.
+    pub regions: Ranges<REGIONS_MAX>,
+    /// Grows when a range is unmapped or moved: what was learnt of the map before is void.
+    pub generation: u64,
+    /// What the process held when last measured, pages, without ours.
+    pub resident_pages: u64,
+    /// Pages added since then by answers to faults.
+    pub grown_pages: u64,
+    /// What it may hold, pages.
+    pub limit_pages: u64,
+    /// Evictions so far: the clock of refault distances.
+    pub eviction_clock: u64,
+    /// What happened while a fork was under way.
+    pub fork_log: ForkLog,
+    /// Seconds since some start, for ageing `Dropped` words.
+    pub now_s: u32,
+    /// Groups being compressed now, outside the lock.
+    pub compressing: u32,
+    /// For looking at what is present while an event is applied.
+    pub event_scan: ScanBuffer,
+}
+
+/// The descriptors the two threads share, and what they can do. Written by the evictor before the handler starts.
+#[derive(Clone, Copy)]
+pub struct Channel {
+    pagemap: i32,
+    pub uffd: Uffd,
+    /// Without events: for frames that are given back.
+    pub quiet: Uffd,
+    pub features: Features,
+    pub moves: bool,
+}
+
+impl Channel {
+    /// `/proc/self/pagemap`.
+    pub fn pagemap(&self) -> BorrowedFd<'_> {
+        // SAFETY: opened with the channel, and never closed while a thread of the pager lives.
+        unsafe { BorrowedFd::borrow_raw(self.pagemap) }
+    }
+}
+
+/// One process's pager. Lives until the process ends; copied with it by fork.
+pub struct Pager {
+    pub region: &'static Region,
+    pub pool: Arc<Pool>,
+    pub store: Arc<Store>,
+    pub state: Mutex<Box<State>>,
+    pub channel: Mutex<Option<Channel>>,
+    /// The handler runs and at least one range is registered.
+    pub armed: AtomicBool,
+    /// A fork is under way: nothing may be changed that the copy will need.
+    pub frozen: AtomicBool,
+    /// The page last read from the pool while frozen.
+    pub frozen_read: AtomicU64,
+    /// The evictor sleeps on this word; any change wakes it.
+    pub bell: AtomicU32,
+    /// Grows with every group of frames that becomes free: the handler waits on it when there is none.
+    pub progress: AtomicU32,
+    pub never: Box<Ranges<EXCLUDED_MAX>>,
+    pub threads: Box<[AtomicUsize; THREADS_MAX]>,
+    pub slot: AtomicUsize,
+    pub fork_turn: ForkTurn,
+    pub staging_start: usize,
+    pub morgue_start: usize,
+    stacks: [*mut u8; 2],
+    robust: *mut RobustList,
+    pub evictor: *mut Evictor,
+    pub handler: *mut Handler,
+}
+
+// SAFETY: the raw pointers are the two threads' own stacks and structures, each used by its thread alone; the rest is
+// atomics, locks and data that is only read after the constructor.
+unsafe impl Sync for Pager {}
+// SAFETY: as above.
+unsafe impl Send for Pager {}
+
+/// A zeroed `T` in memory of the pager's own, without a detour over the stack.
+///
+/// # Safety
+/// All zero bytes must be a valid `T`.
+pub unsafe fn boxed_zeroed<T>() -> Box<T> {
+    // SAFETY: says the caller.
+    unsafe { Box::<T>::new_zeroed().assume_init() }
+}
+
+/// Nanoseconds of the monotonic clock, for the store.
+pub fn clock_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+impl Pager {
+    /// Makes the pager of this process. Called once, before the program's own code, by the only thread there is.
+    ///
+    /// # Errors
+    /// What the process could not get: it then runs unpaged.
+    pub fn new(region: &'static Region) -> Result<&'static Pager, Trouble> {
+        let no_memory = |_| Trouble::NoMemory;
+        let header = &region.header;
+        let codec = if header.codec.load(Relaxed) == RunCodec::Zstd as u32 {
+            Codec::Zstd { level: header.codec_level.load(Relaxed) as i8 }
+        } else {
+            Codec::Lz4
+        };
+        let store = Store::new(StoreConfig::default()).map_err(|_| Trouble::NoMemory)?;
+        let pool = store.create_pool(PoolConfig { codec, ..PoolConfig::default() }).map_err(|_| Trouble::NoMemory)?;
+        let worker = || Worker::new(&store, clock_ns).map_err(|_| Trouble::NoMemory);
+        // SAFETY: arrays of numbers and of pairs of numbers are valid when zero.
+        let (never, threads) = unsafe { (boxed_zeroed::<Ranges<EXCLUDED_MAX>>(), boxed_zeroed()) };
+        let old_kernel = header.eviction_way.load(Relaxed) == EvictionWay::Remap as u32;
+        let pager = Pager {
+            region,
+            evictor: Box::into_raw(Evictor::new(worker()?, old_kernel)),
+            handler: Box::into_raw(Handler::new(worker()?)),
+            pool,
+            store,
+            state: Mutex::new(State::new().map_err(no_memory)?),
+            channel: Mutex::new(None),
+            armed: AtomicBool::new(false),
+            frozen: AtomicBool::new(false),
+            frozen_read: AtomicU64::new(0),
+            bell: AtomicU32::new(0),
+            progress: AtomicU32::new(0),
+            never,
+            threads,
+            slot: AtomicUsize::new(0),
+            fork_turn: ForkTurn::new(),
+            staging_start: memory::map(GROUPS_MAX * GROUP * PAGE).map_err(no_memory)? as usize,
+            morgue_start: memory::map(MORGUE_BYTES).map_err(no_memory)? as usize,
+            stacks: [memory::map(STACK_BYTES).map_err(no_memory)?, memory::map(STACK_BYTES).map_err(no_memory)?],
+            robust: Box::into_raw(Box::new(RobustList::empty())),
+        };
+        let pager = Box::leak(Box::new(pager));
+        pager.wipe_staging_in_copies();
+        pager.note_what_is_mapped();
+        Ok(pager)
+    }
+
+    /// A copy of the process gets empty staging ranges: the frames in them are this process's.
+    fn wipe_staging_in_copies(&self) {
+        for (start, len) in [(self.staging_start, GROUPS_MAX * GROUP * PAGE), (self.morgue_start, MORGUE_BYTES)] {
+            // SAFETY: the range is the pager's own, and empty.
+            let _ = unsafe { rustix::mm::madvise(start as *mut c_void, len, rustix::mm::Advice::LinuxWipeOnFork) };
+        }
+    }
+
+    /// Takes what is mapped now, before the program's start, off the ranges that may ever be registered.
+    fn note_what_is_mapped(&mut self) {
+        use rustix::fs::{Mode, OFlags};
+        let Ok(fd) = rustix::fs::open(c"/proc/self/maps", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else { return };
+        let never = &mut self.never;
+        // SAFETY: the evictor's thread does not run yet, and this is the only reference.
+        let buffer = unsafe { &mut (*self.evictor).maps };
+        crate::maps::for_each(rustix::fd::AsFd::as_fd(&fd), buffer, |mapping| {
+            if mapping.anonymous && !mapping.heap {
+                never.add(mapping.start..mapping.end);
+            }
+        });
+    }
+
+    /// Starts the evictor.
+    pub fn start(&'static self) -> Result<(), Trouble> {
+        self.start_thread(0, Files::Own, evictor_entry)
+    }
+
+    /// Starts the handler, from the evictor, whose descriptors it shares.
+    pub fn start_handler(&'static self) -> Result<(), Trouble> {
+        self.start_thread(1, Files::Shared, handler_entry)
+    }
+
+    fn start_thread(
+        &'static self,
+        which: usize,
+        files: Files,
+        entry: extern "C" fn(*mut c_void) -> !,
+    ) -> Result<(), Trouble> {
+        let stack = self.stacks[which];
+        // The thread inherits the mask of the one that starts it: nothing may interrupt it, for a handler of the
+        // program's would run on its stack.
+        let before = sys::block_signals();
+        // SAFETY: each stack is used by one thread, started once a process; its lowest page serves as `tls`. The
+        // argument lives as long as the process.
+        let started = unsafe {
+            sys::start_thread(stack.add(STACK_BYTES), stack, files, entry, core::ptr::from_ref(self) as *mut c_void)
+        };
+        sys::restore_signals(before);
+        const { assert!(TLS_BYTES < STACK_BYTES) };
+        started.map(drop).map_err(|_| Trouble::NoThread)
+    }
+
+    /// Claims this process's slot in the shared region for the calling thread.
+    pub fn claim_slot(&self) {
+        let thread = rustix::thread::gettid().as_raw_nonzero().get() as u32;
+        let process = rustix::process::getpid().as_raw_nonzero().get() as u32;
+        if let Some(slot) = self.region.claim(thread, process) {
+            // SAFETY: the list and the slot live as long as the process; this thread watches no other word.
+            unsafe { (*self.robust).watch(&raw const slot.owner) };
+            self.slot.store(core::ptr::from_ref(slot) as usize, Release);
+        }
+    }
+
+    /// This process's slot, once claimed.
+    pub fn slot(&self) -> Option<&'static ProcessSlot> {
+        let slot = self.slot.load(Acquire) as *const ProcessSlot;
+        // SAFETY: null or a slot of the region, which stays mapped.
+        unsafe { slot.as_ref() }
+    }
+
+    /// Opens the descriptors and decides the way of eviction.
+    pub fn open_channel(&self) -> Result<Channel, (Trouble, Errno)> {
+        let (uffd, features) = Uffd::open(true).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
+        let (quiet, _) = Uffd::open(false).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
+        let way = self.region.header.eviction_way.load(Relaxed);
+        let moves = features.moves && way != EvictionWay::Remap as u32;
+        if way == EvictionWay::Move as u32 && !moves {
+            return Err((Trouble::NoEvictionWay, Errno(0)));
+        }
+        // Frames that are given back cause no events; and nothing is announced before the first range is registered.
+        quiet.register(self.morgue_start, MORGUE_BYTES).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
+        let pagemap = process::open(c"/proc/self/pagemap").ok_or((Trouble::NoProc, Errno(0)))?.into_raw_fd();
+        let channel = Channel { pagemap, uffd, quiet, features, moves };
+        *self.channel.lock() = Some(channel);
+        Ok(channel)
+    }
+
+    /// Notes the control block of a thread of the program's: the page it lies on, and its neighbours, are never evicted.
+    ///
+    /// The kernel clears a word there when the thread ends, and does not wait for a pager when it does.
+    pub fn add_control_block(&self, address: usize) {
+        for known in self.threads.iter() {
+            match known.compare_exchange(0, address, AcqRel, Acquire) {
+                Ok(_) => return,
+                Err(there) if there == address => return,
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Whether an address lies near a thread's control block.
+    pub fn is_control_block(&self, address: usize) -> bool {
+        let mut blocks = self.threads.iter().map(|known| known.load(Relaxed)).take_while(|&block| block != 0);
+        blocks.any(|block| (block - 2 * PAGE..block + 2 * PAGE).contains(&address))
+    }
+
+    /// Wakes the evictor.
+    pub fn ring(&self) {
+        self.bell.fetch_add(1, Release);
+        lock::wake(&self.bell);
+    }
+
+    /// Tells whoever waits for a frame that there is one.
+    pub fn tell_progress(&self) {
+        self.progress.fetch_add(1, Release);
+        lock::wake(&self.progress);
+    }
+
+    /// Memory of ours in this process, bytes, besides staging (which counts as the program's: it holds its pages).
+    pub fn ours_bytes(&self, state: &State) -> u64 {
+        self.store.mem_used_total_bytes() + state.table.used_bytes() + FIXED_BYTES
+    }
+}
+
+/// Stacks, contexts, buffers: what a pager holds whatever the program does, measured once by hand (docs/design/pager.md).
+const FIXED_BYTES: u64 = 512 << 10;
+
+impl State {
+    fn new() -> Result<Box<State>, Errno> {
+        let table = PageTable::new()?;
+        // SAFETY: all fields but `table` are numbers, arrays of numbers, or lists of them, valid when zero. A page
+        // table that is zero is never used or dropped: the true one is written over it at once.
+        let mut state = unsafe { boxed_zeroed::<State>() };
+        // SAFETY: the place is valid for writes; the zero bytes there own nothing.
+        unsafe { core::ptr::write(&raw mut state.table, table) };
+        Ok(state)
+    }
+
+    /// The best guess at what the process holds now, pages.
+    pub fn estimate_pages(&self) -> u64 {
+        self.resident_pages + self.grown_pages
+    }
+}
+
+extern "C" fn evictor_entry(pager: *mut c_void) -> ! {
+    // SAFETY: `start_thread` passed a pager, which is never freed.
+    let pager = unsafe { &*pager.cast::<Pager>().cast_const() };
+    // SAFETY: this thread was started without CLONE_FILES: the table is a copy of its own, and none of the program's
+    // descriptors may be held open by it.
+    unsafe { sys::close_all_descriptors() };
+    // SAFETY: the evictor's structure is this thread's alone.
+    let evictor = unsafe { &mut *pager.evictor };
+    evictor.run(pager)
+}
+
+extern "C" fn handler_entry(pager: *mut c_void) -> ! {
+    // SAFETY: `start_thread` passed a pager, which is never freed.
+    let pager = unsafe { &*pager.cast::<Pager>().cast_const() };
+    // SAFETY: the handler's structure is this thread's alone.
+    let handler = unsafe { &mut *pager.handler };
+    handler.run(pager)
+}

@@ -1,0 +1,81 @@
+//! What the pager asks the kernel about its own process, without allocating.
+
+use crate::memory::PAGE;
+use crate::pager::Pager;
+use crate::shared::Trouble;
+use rustix::fd::{BorrowedFd, OwnedFd};
+use rustix::fs::{Mode, OFlags};
+
+/// Opens a file of `/proc/self`.
+pub fn open(path: &core::ffi::CStr) -> Option<OwnedFd> {
+    rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()
+}
+
+/// Resident anonymous memory, pages: `/proc/self/statm`, resident less shared.
+pub fn anonymous_pages(statm: BorrowedFd<'_>) -> Option<u64> {
+    let mut text = [0u8; 128];
+    let read = rustix::io::pread(statm, &mut text, 0).ok()?;
+    let mut numbers = text[..read].split(|&byte| byte == b' ').map(number);
+    let (resident, shared) = (numbers.nth(1)??, numbers.next()??);
+    Some(resident.saturating_sub(shared))
+}
+
+fn number(digits: &[u8]) -> Option<u64> {
+    let digits = digits.strip_suffix(b"\n").unwrap_or(digits);
+    (!digits.is_empty()).then_some(())?;
+    digits.iter().try_fold(0u64, |value, &digit| digit.is_ascii_digit().then(|| value * 10 + u64::from(digit - b'0')))
+}
+
+/// The processor a thread of this process last ran on.
+pub fn cpu_of(thread: u32) -> Option<u32> {
+    let mut path = [0u8; 64];
+    let path = thread_path(thread, &mut path)?;
+    let file = open(path)?;
+    let mut text = [0u8; 512];
+    let read = rustix::io::read(&file, &mut text).ok()?;
+    // The name, field 2, may contain anything: fields are counted from the last parenthesis.
+    let after_name = text[..read].iter().rposition(|&byte| byte == b')')? + 2;
+    let field = text[after_name..read].split(|&byte| byte == b' ').nth(39 - 3)?;
+    number(field).map(|cpu| cpu as u32)
+}
+
+fn thread_path(thread: u32, buffer: &mut [u8; 64]) -> Option<&core::ffi::CStr> {
+    use core::fmt::Write;
+    struct Text<'a>(&'a mut [u8; 64], usize);
+    impl Write for Text<'_> {
+        fn write_str(&mut self, text: &str) -> core::fmt::Result {
+            let end = self.1 + text.len();
+            self.0.get_mut(self.1..end).ok_or(core::fmt::Error)?.copy_from_slice(text.as_bytes());
+            self.1 = end;
+            Ok(())
+        }
+    }
+    let mut text = Text(buffer, 0);
+    write!(text, "/proc/self/task/{thread}/stat\0").ok()?;
+    core::ffi::CStr::from_bytes_until_nul(&buffer[..]).ok()
+}
+
+/// Processor time the process has used, nanoseconds.
+pub fn cpu_time_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// Ends the process: going on would mean wrong bytes or a hang. `compcache run` says why.
+pub fn die(pager: &Pager, trouble: Trouble) -> ! {
+    pager.region.note_trouble(trouble, 0);
+    abort()
+}
+
+/// Ends the process by SIGABRT.
+pub fn abort() -> ! {
+    loop {
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::ABORT);
+        rustix::thread::sched_yield();
+    }
+}
+
+/// Rounds down to a page.
+pub fn page_of(address: usize) -> u64 {
+    (address / PAGE) as u64
+}

@@ -1,0 +1,140 @@
+//! Which ranges of the process are registered, and which must never be.
+//!
+//! A range is registered the first time the process is over its limit, and stays so until it is unmapped. Never
+//! registered are: what was mapped before the program's start (the loader's data, the main thread's control block, and
+//! everything of ours, which is mapped then too), stacks, and the anonymous tail of a file mapping (a library's `.bss`).
+
+use core::ops::Range;
+
+/// A sorted list of ranges that do not touch, of fixed size.
+pub struct Ranges<const N: usize> {
+    list: [(usize, usize); N],
+    len: usize,
+}
+
+impl<const N: usize> Ranges<N> {
+    /// Removes all.
+    pub fn clear(&mut self) {
+        self.len = 0;
+    }
+
+    /// The ranges, in order.
+    pub fn iter(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        self.list[..self.len].iter().map(|&(start, end)| start..end)
+    }
+
+    /// How many ranges.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Place of the first range that ends after `address`.
+    fn place(&self, address: usize) -> usize {
+        self.list[..self.len].partition_point(|&(_, end)| end <= address)
+    }
+
+    /// The range that contains `address`.
+    pub fn containing(&self, address: usize) -> Option<Range<usize>> {
+        let &(start, end) = self.list[..self.len].get(self.place(address))?;
+        (start <= address).then_some(start..end)
+    }
+
+    /// The first range that ends after `address`.
+    pub fn at_or_after(&self, address: usize) -> Option<Range<usize>> {
+        self.list[..self.len].get(self.place(address)).map(|&(start, end)| start..end)
+    }
+
+    /// Whether any range has an address in common with `range`.
+    pub fn overlaps(&self, range: &Range<usize>) -> bool {
+        self.at_or_after(range.start).is_some_and(|found| found.start < range.end)
+    }
+
+    /// Adds a range, joining it with those it touches. False when the list is full.
+    pub fn add(&mut self, range: Range<usize>) -> bool {
+        let (mut start, mut end) = (range.start, range.end);
+        let first = self.list[..self.len].partition_point(|&(_, other)| other < start);
+        let mut last = first;
+        while last < self.len && self.list[last].0 <= end {
+            start = start.min(self.list[last].0);
+            end = end.max(self.list[last].1);
+            last += 1;
+        }
+        if last == first {
+            if self.len == N {
+                return false;
+            }
+            self.list.copy_within(first..self.len, first + 1);
+            self.len += 1;
+        } else {
+            self.list.copy_within(last..self.len, first + 1);
+            self.len -= last - first - 1;
+        }
+        self.list[first] = (start, end);
+        true
+    }
+
+    /// Removes a range, cutting those that reach over its ends. When a cut makes two of one and there is no room for
+    /// the second, the part above is forgotten.
+    pub fn remove(&mut self, range: Range<usize>) {
+        let mut place = self.place(range.start);
+        while place < self.len && self.list[place].0 < range.end {
+            let (start, end) = self.list[place];
+            match (start < range.start, end > range.end) {
+                (true, true) => {
+                    self.list[place].1 = range.start;
+                    if self.len < N {
+                        self.list.copy_within(place + 1..self.len, place + 2);
+                        self.list[place + 1] = (range.end, end);
+                        self.len += 1;
+                    }
+                    return;
+                }
+                (true, false) => self.list[place].1 = range.start,
+                (false, true) => self.list[place].0 = range.end,
+                (false, false) => {
+                    self.list.copy_within(place + 1..self.len, place);
+                    self.len -= 1;
+                    continue;
+                }
+            }
+            place += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ranges() -> std::boxed::Box<Ranges<64>> {
+        std::boxed::Box::new(Ranges { list: [(0, 0); 64], len: 0 })
+    }
+
+    /// The same sets as bits, and every operation on both.
+    #[test]
+    fn ranges_are_the_set_of_addresses_that_were_added_and_not_removed() {
+        let mut random = 88172645463325252u64;
+        let mut next = move |below: u64| {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            random % below
+        };
+        let (mut ranges, mut model) = (ranges(), [false; 100]);
+        for _ in 0..20_000 {
+            let start = next(95) as usize;
+            let range = start..start + 1 + next(5) as usize;
+            let add = next(2) == 0;
+            if add {
+                assert!(ranges.add(range.clone()));
+            } else {
+                ranges.remove(range.clone());
+            }
+            model[range].fill(add);
+            for (address, &held) in model.iter().enumerate() {
+                assert_eq!(ranges.containing(address).is_some(), held, "address {address}");
+            }
+            assert!(ranges.iter().zip(ranges.iter().skip(1)).all(|(a, b)| a.end < b.start), "ranges touch");
+        }
+    }
+}

@@ -1,0 +1,355 @@
+//! The region every process of one `compcache run` shares: the budget, and what each process uses of it.
+//!
+//! `compcache run` creates one small file in memory, every pager of the tree maps it, and each claims one
+//! [`ProcessSlot`]. A pager publishes what its process holds; each compares the sum with the limit, so the budget is one
+//! for the whole tree and needs no server. The supervisor only reads it, for `--stats` and the summary.
+//!
+//! A process may die at any instant, by SIGKILL too, and must give its share back. So the slot's `owner` word is a
+//! *robust futex*: it holds the owning thread's id, and the kernel itself replaces that by `FUTEX_OWNER_DIED` when the
+//! thread ends, for whatever reason (exit, signal, exec). Whoever sees the mark folds the slot's counters into
+//! [`Header::retired`] and frees the slot.
+//!
+//! | `owner`              | meaning                                              |
+//! |----------------------|------------------------------------------------------|
+//! | 0                    | free                                                 |
+//! | thread id            | in use                                               |
+//! | `FUTEX_OWNER_DIED`   | its owner died; the share counts no more             |
+//! | `RECLAIMING`         | somebody is folding its counters away                |
+//!
+//! All fields are atomics with no order between them: gauges of different processes are read at slightly different
+//! times, which the limit's gap absorbs. Nothing here is trusted for correctness, only for policy: a hostile process of
+//! the tree can spoil the budget, never the contents.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
+
+/// Marks a region as ours: `"CMPCRUN1"`.
+pub const MAGIC: u64 = 0x314e_5552_4350_4d43;
+/// Changes with the layout; a pager refuses a region of another version.
+pub const VERSION: u32 = 1;
+/// How many processes of one tree can be paged at once; the ones beyond run with the cap of a lone process.
+pub const SLOTS: usize = 1024;
+/// Set by the kernel in a robust futex whose owner died.
+pub const OWNER_DIED: u32 = 0x4000_0000;
+const RECLAIMING: u32 = 0x3fff_ffff;
+
+/// The environment variable that names the region's file.
+pub const ENV_REGION: &str = "COMPCACHE_REGION";
+
+/// Buckets of the fault latency histogram: bucket `i` counts faults of `bucket_floor_ns(i)` and more.
+pub const LATENCY_BUCKETS: usize = 128;
+
+/// How pages leave the process.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum EvictionWay {
+    /// `Move` where the kernel has it, else `Remap`.
+    Auto = 0,
+    /// UFFDIO_MOVE to staging (Linux 6.8).
+    Move = 1,
+    /// mremap(MREMAP_DONTUNMAP) to staging (Linux 5.13).
+    Remap = 2,
+}
+
+/// The codec of the tree's pools.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum RunCodec {
+    /// LZ4.
+    Lz4 = 0,
+    /// zstd, with [`Header::codec_level`].
+    Zstd = 1,
+}
+
+/// What grows only: one set per process, and one of all processes that have ended.
+#[repr(C)]
+pub struct Counters {
+    /// Faults answered, of any kind.
+    pub faults: AtomicU64,
+    /// Faults answered from the pool.
+    pub faults_stored: AtomicU64,
+    /// Pages that left the process for staging.
+    pub evicted_pages: AtomicU64,
+    /// Pages touched while staged: moved back, and known to be hot.
+    pub refaults_staged: AtomicU64,
+    /// Pages brought back before anyone asked for them.
+    pub readahead_pages: AtomicU64,
+    /// Of those, the ones that were there when a run went on (each saved a fault).
+    pub readahead_hits: AtomicU64,
+    /// Time from reading a fault's message to the end of its answer, nanoseconds.
+    pub fault_ns: [AtomicU64; LATENCY_BUCKETS],
+}
+
+/// What one process holds now.
+#[repr(C)]
+pub struct Gauges {
+    /// Resident anonymous memory of the program itself, bytes.
+    pub resident_bytes: AtomicU64,
+    /// Memory of ours in that process: arena, tables, staging, stacks, bytes.
+    pub ours_bytes: AtomicU64,
+    /// Pages in the pool.
+    pub pages_stored: AtomicU64,
+    /// Of those, same-filled.
+    pub same_pages: AtomicU64,
+    /// Bytes the stored pages were before compression.
+    pub orig_data_bytes: AtomicU64,
+    /// Bytes of compressed payload.
+    pub compr_data_bytes: AtomicU64,
+    /// The pool's arena and tables, bytes.
+    pub mem_used_total_bytes: AtomicU64,
+}
+
+/// One process of the tree.
+#[repr(C, align(64))]
+pub struct ProcessSlot {
+    /// The robust futex: see the module.
+    pub owner: AtomicU32,
+    /// Process id, as the process itself sees it.
+    pub pid: AtomicU32,
+    /// What it holds now.
+    pub gauges: Gauges,
+    /// What it has done.
+    pub counters: Counters,
+}
+
+/// The head of the region, then the slots.
+#[repr(C, align(64))]
+pub struct Header {
+    /// [`MAGIC`].
+    pub magic: AtomicU64,
+    /// [`VERSION`].
+    pub version: AtomicU32,
+    /// [`EvictionWay`].
+    pub eviction_way: AtomicU32,
+    /// [`RunCodec`].
+    pub codec: AtomicU32,
+    /// zstd level, as two's complement.
+    pub codec_level: AtomicU32,
+    /// Limit on resident and ours together over the tree, bytes; 0 is none.
+    pub ram_limit_bytes: AtomicU64,
+    /// Limit on the resident part over the tree, bytes; 0 is none.
+    pub resident_limit_bytes: AtomicU64,
+    /// Highest sum of resident memory seen, bytes.
+    pub resident_peak_bytes: AtomicU64,
+    /// Highest sum of resident memory and ours seen, bytes.
+    pub total_peak_bytes: AtomicU64,
+    /// Highest number of bytes of original data in all pools.
+    pub orig_data_peak_bytes: AtomicU64,
+    /// Compressed payload at that moment, bytes.
+    pub compr_data_at_peak_bytes: AtomicU64,
+    /// Pools' memory at that moment, bytes.
+    pub mem_used_at_peak_bytes: AtomicU64,
+    /// Set when a pager had to stop paging, see [`Trouble`]; the first one stays.
+    pub trouble: AtomicU32,
+    /// The errno that came with it.
+    pub trouble_errno: AtomicU32,
+    /// Processes that claimed a slot since the start.
+    pub processes_total: AtomicU64,
+    /// Processes that copied themselves without fork handlers and go on unpaged (see docs/semantics.md).
+    pub unpaged_copies: AtomicU64,
+    /// Slots from this number on have never been claimed.
+    pub slots_used: AtomicU32,
+    /// Counters of processes that have ended.
+    pub retired: Counters,
+}
+
+/// Why a process runs unpaged.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Trouble {
+    /// userfaultfd was refused.
+    NoUserfaultfd = 1,
+    /// Memory for the pager itself was refused.
+    NoMemory = 2,
+    /// The kernel lacks what the chosen eviction way needs.
+    NoEvictionWay = 3,
+    /// The pager's thread could not be started.
+    NoThread = 4,
+    /// A stored page was damaged and the process was ended rather than given wrong bytes.
+    LostPage = 5,
+    /// /proc is not mounted or not readable.
+    NoProc = 7,
+    /// An invariant of the pager's own did not hold, and the process was ended.
+    Bug = 6,
+}
+
+/// The whole region.
+#[repr(C)]
+pub struct Region {
+    /// Limits and totals.
+    pub header: Header,
+    /// One slot a process.
+    pub slots: [ProcessSlot; SLOTS],
+}
+
+/// Bytes of the region's file. Most of it is never touched, so never allocated.
+pub const REGION_BYTES: usize = core::mem::size_of::<Region>();
+
+/// Sums over the tree.
+#[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the fields are those of Gauges, summed")]
+pub struct Totals {
+    pub processes: u64,
+    pub resident_bytes: u64,
+    pub ours_bytes: u64,
+    pub pages_stored: u64,
+    pub same_pages: u64,
+    pub orig_data_bytes: u64,
+    pub compr_data_bytes: u64,
+    pub mem_used_total_bytes: u64,
+}
+
+impl Region {
+    /// Claims a free slot for the calling thread, `tid`; `None` when all are taken.
+    ///
+    /// The caller must have put the slot's owner word on its robust list first or must do so at once: only that makes
+    /// its death visible.
+    pub fn claim(&self, tid: u32, pid: u32) -> Option<&ProcessSlot> {
+        self.retire_dead();
+        for (number, slot) in self.slots.iter().enumerate() {
+            if slot.owner.load(Relaxed) == 0 && slot.owner.compare_exchange(0, tid, AcqRel, Relaxed).is_ok() {
+                slot.pid.store(pid, Relaxed);
+                self.header.slots_used.fetch_max(number as u32 + 1, Relaxed);
+                self.header.processes_total.fetch_add(1, Relaxed);
+                return Some(slot);
+            }
+        }
+        None
+    }
+
+    /// Folds away the slots whose owners died. Returns how many.
+    pub fn retire_dead(&self) -> usize {
+        let mut retired = 0;
+        for slot in self.used() {
+            if slot.owner.load(Relaxed) & OWNER_DIED == 0 {
+                continue;
+            }
+            let seen = slot.owner.load(Acquire);
+            if seen & OWNER_DIED != 0 && slot.owner.compare_exchange(seen, RECLAIMING, AcqRel, Relaxed).is_ok() {
+                slot.gauges.clear();
+                slot.counters.fold_into(&self.header.retired);
+                slot.pid.store(0, Relaxed);
+                slot.owner.store(0, Release);
+                retired += 1;
+            }
+        }
+        retired
+    }
+
+    /// What the living processes hold together; raises the peaks.
+    pub fn totals(&self) -> Totals {
+        let mut sum = Totals::default();
+        for slot in self.living() {
+            let gauges = &slot.gauges;
+            sum.processes += 1;
+            sum.resident_bytes += gauges.resident_bytes.load(Relaxed);
+            sum.ours_bytes += gauges.ours_bytes.load(Relaxed);
+            sum.pages_stored += gauges.pages_stored.load(Relaxed);
+            sum.same_pages += gauges.same_pages.load(Relaxed);
+            sum.orig_data_bytes += gauges.orig_data_bytes.load(Relaxed);
+            sum.compr_data_bytes += gauges.compr_data_bytes.load(Relaxed);
+            sum.mem_used_total_bytes += gauges.mem_used_total_bytes.load(Relaxed);
+        }
+        let header = &self.header;
+        header.resident_peak_bytes.fetch_max(sum.resident_bytes, Relaxed);
+        header.total_peak_bytes.fetch_max(sum.resident_bytes + sum.ours_bytes, Relaxed);
+        if header.orig_data_peak_bytes.fetch_max(sum.orig_data_bytes, Relaxed) < sum.orig_data_bytes {
+            header.compr_data_at_peak_bytes.store(sum.compr_data_bytes, Relaxed);
+            header.mem_used_at_peak_bytes.store(sum.mem_used_total_bytes, Relaxed);
+        }
+        sum
+    }
+
+    /// The slots of processes that live.
+    pub fn living(&self) -> impl Iterator<Item = &ProcessSlot> {
+        self.used().iter().filter(|slot| {
+            let owner = slot.owner.load(Relaxed);
+            owner != 0 && owner & OWNER_DIED == 0 && owner != RECLAIMING
+        })
+    }
+
+    fn used(&self) -> &[ProcessSlot] {
+        &self.slots[..(self.header.slots_used.load(Relaxed) as usize).min(SLOTS)]
+    }
+
+    /// Notes why a process goes on unpaged; the first reason stays.
+    pub fn note_trouble(&self, trouble: Trouble, errno: i32) {
+        if self.header.trouble.compare_exchange(0, trouble as u32, Relaxed, Relaxed).is_ok() {
+            self.header.trouble_errno.store(errno as u32, Relaxed);
+        }
+    }
+}
+
+impl Gauges {
+    fn clear(&self) {
+        for gauge in [
+            &self.resident_bytes,
+            &self.ours_bytes,
+            &self.pages_stored,
+            &self.same_pages,
+            &self.orig_data_bytes,
+            &self.compr_data_bytes,
+            &self.mem_used_total_bytes,
+        ] {
+            gauge.store(0, Relaxed);
+        }
+    }
+}
+
+impl Counters {
+    /// Counts one fault's latency.
+    pub fn record_fault_ns(&self, ns: u64) {
+        self.fault_ns[latency_bucket(ns)].fetch_add(1, Relaxed);
+    }
+
+    /// Adds these counters to `other` and clears them.
+    fn fold_into(&self, other: &Counters) {
+        let add = |from: &AtomicU64, to: &AtomicU64| {
+            let value = from.swap(0, Relaxed);
+            if value != 0 {
+                to.fetch_add(value, Relaxed);
+            }
+        };
+        add(&self.faults, &other.faults);
+        add(&self.faults_stored, &other.faults_stored);
+        add(&self.evicted_pages, &other.evicted_pages);
+        add(&self.refaults_staged, &other.refaults_staged);
+        add(&self.readahead_pages, &other.readahead_pages);
+        add(&self.readahead_hits, &other.readahead_hits);
+        for (from, to) in self.fault_ns.iter().zip(&other.fault_ns) {
+            add(from, to);
+        }
+    }
+}
+
+/// The histogram bucket of a latency: four buckets to each power of two.
+pub fn latency_bucket(ns: u64) -> usize {
+    if ns < 4 {
+        return ns as usize;
+    }
+    let log = 63 - ns.leading_zeros() as usize;
+    let quarter = ((ns >> (log - 2)) & 3) as usize;
+    ((log - 1) * 4 + quarter).min(LATENCY_BUCKETS - 1)
+}
+
+/// The smallest latency that falls into `bucket`, nanoseconds.
+pub fn bucket_floor_ns(bucket: usize) -> u64 {
+    if bucket < 4 {
+        return bucket as u64;
+    }
+    let (log, quarter) = (bucket / 4 + 1, (bucket % 4) as u64);
+    (4 + quarter) << (log - 2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_latency_falls_between_its_buckets_floor_and_the_next() {
+        for ns in (0..10_000u64).chain([1 << 20, (1 << 30) + 12345]) {
+            let bucket = latency_bucket(ns);
+            assert!(bucket_floor_ns(bucket) <= ns, "{ns} below the floor of bucket {bucket}");
+            assert!(ns < bucket_floor_ns(bucket + 1), "{ns} above bucket {bucket}");
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! Staging: the frames that pages pass through on their way out and in.
+//!
+//! A page leaves the process by having its frame moved here; it is compressed here; and the same frame, garbage now, is
+//! where a later fault decompresses into and which is then moved to the faulting address. So a pager in balance
+//! allocates nothing, zeroes nothing, frees nothing: frames go round.
+//!
+//! Frames are kept in groups of 16 neighbouring ones, so that a run of pages moves with one call.
+//!
+//! | group     | its frames hold                | it is in      |
+//! |-----------|--------------------------------|---------------|
+//! | empty     | nothing                        | `empty`       |
+//! | staged    | pages, oldest groups first     | `staged`      |
+//! | compressing | pages being compressed       | no list       |
+//! | free      | garbage, ready to be filled    | `free`        |
+//!
+//! No locks here and no system calls: the pager's lock protects it, `evict` and `fault` do the moving.
+
+/// Frames of a group.
+pub const GROUP: usize = 16;
+/// Most groups there can be: 64 MiB of frames.
+pub const GROUPS_MAX: usize = 1024;
+
+/// A set of group numbers with first-in, first-out order.
+pub struct Queue {
+    ring: [u16; GROUPS_MAX],
+    head: usize,
+    len: usize,
+}
+
+impl Queue {
+    const fn new() -> Queue {
+        Queue { ring: [0; GROUPS_MAX], head: 0, len: 0 }
+    }
+
+    /// How many groups are queued.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether none is queued.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Adds a group at the end.
+    pub fn push(&mut self, group: usize) {
+        debug_assert!(self.len < GROUPS_MAX);
+        self.ring[(self.head + self.len) % GROUPS_MAX] = group as u16;
+        self.len += 1;
+    }
+
+    /// Adds a group at the front: the next to be popped.
+    pub fn push_front(&mut self, group: usize) {
+        debug_assert!(self.len < GROUPS_MAX);
+        self.head = (self.head + GROUPS_MAX - 1) % GROUPS_MAX;
+        self.ring[self.head] = group as u16;
+        self.len += 1;
+    }
+
+    /// Takes the oldest group.
+    pub fn pop(&mut self) -> Option<usize> {
+        if self.len == 0 {
+            return None;
+        }
+        let group = self.ring[self.head];
+        self.head = (self.head + 1) % GROUPS_MAX;
+        self.len -= 1;
+        Some(group as usize)
+    }
+}
+
+/// One group.
+#[derive(Clone, Copy)]
+pub struct Group {
+    /// Which frames hold a page or garbage (bit set) and which hold nothing.
+    pub present: u16,
+    /// The page each frame holds; meaningless for garbage.
+    pub pages: [u64; GROUP],
+    /// How many frames have been filled since the group was empty.
+    pub filled: u8,
+}
+
+/// All groups, and the lists they are in.
+pub struct Staging {
+    /// Address of frame 0.
+    pub start: usize,
+    /// How many groups are in use.
+    pub groups_max: usize,
+    /// The groups.
+    pub groups: [Group; GROUPS_MAX],
+    /// Groups whose frames hold nothing.
+    pub empty: Queue,
+    /// Groups whose frames hold pages.
+    pub staged: Queue,
+    /// Groups with garbage frames.
+    pub free: Queue,
+    /// Garbage frames in `free`.
+    pub free_frames: usize,
+}
+
+/// A frame's number: group times 16 and place in it.
+pub type Frame = u32;
+
+impl Staging {
+    /// Puts the first `groups_max` groups at `start`, all empty.
+    pub fn reset(&mut self, start: usize, groups_max: usize) {
+        self.start = start;
+        self.groups_max = groups_max;
+        self.empty = Queue::new();
+        self.staged = Queue::new();
+        self.free = Queue::new();
+        self.free_frames = 0;
+        for group in 0..groups_max {
+            self.groups[group] = Group { present: 0, pages: [0; GROUP], filled: 0 };
+            self.empty.push(group);
+        }
+    }
+
+    /// Address of a frame, bytes.
+    pub fn address(&self, frame: Frame) -> usize {
+        self.start + frame as usize * 4096
+    }
+
+    /// Takes up to `want` neighbouring garbage frames; returns the first and how many. The group is off the
+    /// lists until [`Staging::emptied`] says how many of them were moved away.
+    pub fn take_free(&mut self, want: usize) -> Option<(Frame, usize)> {
+        let group = self.free.pop()?;
+        let present = self.groups[group].present;
+        let first = present.trailing_zeros() as usize;
+        let run = (present >> first).trailing_ones() as usize;
+        Some(((group * GROUP + first) as Frame, run.min(want)))
+    }
+
+    /// Ends what [`Staging::take_free`] began: the first `moved` frames from `frame` on hold nothing now.
+    pub fn emptied(&mut self, frame: Frame, moved: usize) {
+        let (group, first) = (frame as usize / GROUP, frame as usize % GROUP);
+        self.groups[group].present &= !((((1u32 << moved) - 1) << first) as u16);
+        self.free_frames -= moved;
+        if self.groups[group].present == 0 {
+            self.groups[group].filled = 0;
+            self.empty.push(group);
+        } else {
+            self.free.push_front(group);
+        }
+    }
+
+    /// A staged frame's page has been moved back where it came from.
+    pub fn forget(&mut self, frame: Frame) {
+        self.groups[frame as usize / GROUP].present &= !(1 << (frame as usize % GROUP));
+    }
+
+    /// A staged frame's page has another number now.
+    pub fn rename(&mut self, frame: Frame, page: u64) {
+        self.groups[frame as usize / GROUP].pages[frame as usize % GROUP] = page;
+    }
+
+    /// Below this many garbage frames the evictor is asked for more.
+    pub fn low_frames(&self) -> usize {
+        self.groups_max * GROUP / 8
+    }
+
+    /// As many garbage frames are made when it is asked.
+    pub fn high_frames(&self) -> usize {
+        self.groups_max * GROUP / 3
+    }
+
+    /// Groups that stay staged for a second chance.
+    pub fn held_groups(&self) -> usize {
+        self.groups_max / 3
+    }
+
+    /// A group whose pages are all elsewhere: its frames are garbage, or there are none.
+    pub fn release(&mut self, group: usize) {
+        let frames = self.groups[group].present.count_ones() as usize;
+        self.free_frames += frames;
+        if frames == 0 {
+            self.groups[group].filled = 0;
+            self.empty.push(group);
+        } else {
+            self.free.push(group);
+        }
+    }
+
+    /// Frames that hold something: memory held here, in pages.
+    pub fn present_frames(&self) -> usize {
+        self.groups[..self.groups_max].iter().map(|group| group.present.count_ones() as usize).sum()
+    }
+}

@@ -1,0 +1,246 @@
+//! System calls that rustix does not wrap, made directly: no errno, no thread-local storage, no libc.
+//!
+//! The pager's threads run inside somebody else's program and may touch nothing that could itself be evicted. libc's
+//! wrappers write `errno`, which lies in thread-local storage; so here is the bare instruction instead. What rustix has
+//! (its `linux_raw` backend is built the same way) is used from there.
+
+use core::arch::{asm, naked_asm};
+use core::ffi::c_void;
+
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+compile_error!("the pager knows the system call and thread conventions of Linux on x86-64 only");
+
+/// An error number of the kernel.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Errno(pub i32);
+
+impl Errno {
+    pub const ENOENT: Errno = Errno(2);
+    pub const ESRCH: Errno = Errno(3);
+    pub const EAGAIN: Errno = Errno(11);
+    pub const ENOMEM: Errno = Errno(12);
+    pub const EBUSY: Errno = Errno(16);
+    pub const EEXIST: Errno = Errno(17);
+}
+
+const SYS_RT_SIGPROCMASK: usize = 14;
+const SYS_IOCTL: usize = 16;
+const SYS_EXIT: usize = 60;
+const SYS_CAPSET: usize = 126;
+const SYS_SCHED_SETAFFINITY: usize = 203;
+const SYS_SET_ROBUST_LIST: usize = 273;
+const SYS_SCHED_SETATTR: usize = 314;
+const SYS_CLOSE_RANGE: usize = 436;
+
+/// One system call.
+///
+/// # Safety
+/// As the kernel's documentation of call `number` has it.
+unsafe fn call(number: usize, args: [usize; 4]) -> Result<usize, Errno> {
+    let result: isize;
+    // SAFETY: the system call convention of x86-64 Linux; the caller answers for what the call does.
+    unsafe {
+        asm!(
+            "syscall",
+            inlateout("rax") number as isize => result,
+            in("rdi") args[0], in("rsi") args[1], in("rdx") args[2], in("r10") args[3],
+            lateout("rcx") _, lateout("r11") _,
+            options(nostack),
+        );
+    }
+    if (-4095..0).contains(&result) { Err(Errno(-result as i32)) } else { Ok(result as usize) }
+}
+
+/// `ioctl(fd, request, argument)`.
+///
+/// # Safety
+/// `argument` must be what `request` reads and writes.
+pub unsafe fn ioctl<T>(fd: i32, request: u32, argument: &mut T) -> Result<usize, Errno> {
+    // SAFETY: the caller pairs request and argument; the borrow keeps the argument alive and unshared.
+    unsafe { call(SYS_IOCTL, [fd as usize, request as usize, core::ptr::from_mut(argument) as usize, 0]) }
+}
+
+/// `ioctl(fd, request, value)`, for the requests that take a number.
+///
+/// # Safety
+/// `request` must take its argument by value.
+pub unsafe fn ioctl_value(fd: i32, request: u32, value: usize) -> Result<usize, Errno> {
+    // SAFETY: no pointer is passed; the caller answers for the request.
+    unsafe { call(SYS_IOCTL, [fd as usize, request as usize, value, 0]) }
+}
+
+/// Closes every descriptor of the calling thread's file table.
+///
+/// # Safety
+/// The caller owns the whole file table, as a thread started without `CLONE_FILES` does.
+pub unsafe fn close_all_descriptors() {
+    // SAFETY: close_range has no effect outside the file table, which is the caller's.
+    let _ = unsafe { call(SYS_CLOSE_RANGE, [0, u32::MAX as usize, 0, 0]) };
+}
+
+/// Gives up every capability of the calling thread. Its descriptors keep what they were opened with.
+pub fn drop_capabilities() {
+    #[repr(C)]
+    struct Header {
+        version: u32,
+        pid: i32,
+    }
+    let header = Header { version: 0x2008_0522, pid: 0 };
+    let data = [0u32; 6];
+    // SAFETY: version 3 of the interface reads one header and two times three words, which is what is passed.
+    let _ = unsafe { call(SYS_CAPSET, [&raw const header as usize, data.as_ptr() as usize, 0, 0]) };
+}
+
+/// Asks the scheduler for short, prompt slices for the calling thread (Linux 6.12; ignored before).
+pub fn ask_for_short_slices(slice_ns: u64) {
+    #[repr(C)]
+    struct SchedAttr {
+        size: u32,
+        policy: u32,
+        flags: u64,
+        nice: i32,
+        priority: u32,
+        runtime: u64,
+        deadline: u64,
+        period: u64,
+    }
+    let size = size_of::<SchedAttr>() as u32;
+    let attr =
+        SchedAttr { size, policy: 0, flags: 0, nice: 0, priority: 0, runtime: slice_ns, deadline: 0, period: 0 };
+    // SAFETY: the kernel reads `size` bytes of the structure and keeps no pointer.
+    let _ = unsafe { call(SYS_SCHED_SETATTR, [0, &raw const attr as usize, 0, 0]) };
+}
+
+/// Binds the calling thread to the processors of `mask`. Returns whether the kernel agreed.
+pub fn set_affinity(mask: &[u64; 16]) -> bool {
+    // SAFETY: the kernel reads the mask of the given size and keeps no pointer.
+    unsafe { call(SYS_SCHED_SETAFFINITY, [0, size_of_val(mask), mask.as_ptr() as usize, 0]) }.is_ok()
+}
+
+/// The list the kernel walks when a thread ends: each futex word on it that holds the thread's id is marked
+/// `FUTEX_OWNER_DIED`.
+#[repr(C)]
+pub struct RobustList {
+    head: *const RobustList,
+    futex_offset: isize,
+    pending: *const RobustList,
+}
+
+impl RobustList {
+    /// A list with nothing on it.
+    pub const fn empty() -> Self {
+        RobustList { head: core::ptr::null(), futex_offset: 0, pending: core::ptr::null() }
+    }
+
+    /// Registers this list for the calling thread, with `word` as its only futex.
+    ///
+    /// The word is put on as the *pending* entry, which the kernel treats like any other and which needs no list node
+    /// beside it.
+    ///
+    /// # Safety
+    /// The list and the word must stay where they are until the thread has ended.
+    pub unsafe fn watch(&mut self, word: *const core::sync::atomic::AtomicU32) {
+        self.head = core::ptr::from_mut(self);
+        self.futex_offset = 0;
+        self.pending = word.cast();
+        // SAFETY: the structure has the kernel's layout and outlives the thread, says the caller.
+        let _ = unsafe { call(SYS_SET_ROBUST_LIST, [&raw const *self as usize, size_of::<RobustList>(), 0, 0]) };
+    }
+}
+
+const CLONE_VM: usize = 0x100;
+const CLONE_FS: usize = 0x200;
+const CLONE_FILES: usize = 0x400;
+const CLONE_SIGHAND: usize = 0x800;
+const CLONE_THREAD: usize = 0x1_0000;
+const CLONE_SYSVSEM: usize = 0x4_0000;
+const CLONE_SETTLS: usize = 0x8_0000;
+
+/// Blocks every signal for the calling thread; returns the mask there was.
+pub fn block_signals() -> u64 {
+    const SIG_SETMASK: usize = 2;
+    let (all, mut before) = (u64::MAX, 0u64);
+    // SAFETY: the kernel reads and writes masks of the size given.
+    let _ = unsafe { call(SYS_RT_SIGPROCMASK, [SIG_SETMASK, &raw const all as usize, &raw mut before as usize, 8]) };
+    before
+}
+
+/// Puts back what [`block_signals`] returned.
+pub fn restore_signals(mask: u64) {
+    const SIG_SETMASK: usize = 2;
+    // SAFETY: the kernel reads a mask of the size given.
+    let _ = unsafe { call(SYS_RT_SIGPROCMASK, [SIG_SETMASK, &raw const mask as usize, 0, 8]) };
+}
+
+/// Whose file table a new thread gets.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Files {
+    /// Its own, at first a copy of the caller's.
+    Own,
+    /// The caller's.
+    Shared,
+}
+
+/// Starts a thread that libc does not know: `entry(argument)` on the given stack.
+///
+/// A thread of libc's would be counted by it (`pthread_exit` in the main thread would wait for ours for ever) and would
+/// have its bookkeeping in the program's heap. This one has nothing: no errno, no thread-local storage of anybody; `tls`
+/// only gives compiled C code's stack protector a word to read.
+///
+/// # Safety
+/// `stack_top` is the end of a writable stack used by nobody else until the thread has ended; `tls` points to 64 writable
+/// bytes of the same life. `entry` must not return, and must touch no thread-local storage.
+pub unsafe fn start_thread(
+    stack_top: *mut u8,
+    tls: *mut u8,
+    files: Files,
+    entry: extern "C" fn(*mut c_void) -> !,
+    argument: *mut c_void,
+) -> Result<u32, Errno> {
+    let mut flags = CLONE_VM | CLONE_FS | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_SETTLS;
+    if files == Files::Shared {
+        flags |= CLONE_FILES;
+    }
+    // SAFETY: `clone_thread` follows the kernel's clone convention; the caller answers for stack, tls and entry.
+    let result = unsafe { clone_thread(flags, stack_top as usize & !15, tls as usize, entry, argument) };
+    if result < 0 { Err(Errno(-result as i32)) } else { Ok(result as u32) }
+}
+
+/// clone(2): returns the new thread's id, or the negative error number; the new thread goes to `entry(argument)`.
+#[unsafe(naked)]
+unsafe extern "C" fn clone_thread(
+    flags: usize,
+    stack_top: usize,
+    tls: usize,
+    entry: extern "C" fn(*mut c_void) -> !,
+    argument: *mut c_void,
+) -> isize {
+    naked_asm!(
+        "mov r9, rcx",  // entry, kept over the system call, which clobbers rcx
+        "mov r11, r8",  // the kernel's r8 is tls
+        "mov r8, rdx",  // tls
+        "xor r10, r10", // child_tid
+        "xor rdx, rdx", // parent_tid
+        "push r12",
+        "mov r12, r11", // argument
+        "mov eax, 56",
+        "syscall",
+        "test rax, rax",
+        "jz 2f",
+        "pop r12",
+        "ret",
+        "2:",
+        "xor ebp, ebp",
+        "mov rdi, r12",
+        "call r9",
+        "ud2",
+    )
+}
+
+/// Ends the calling thread, and only it.
+pub fn exit_thread() -> ! {
+    loop {
+        // SAFETY: takes no pointer.
+        let _ = unsafe { call(SYS_EXIT, [0; 4]) };
+    }
+}

@@ -1,0 +1,244 @@
+//! The page table: what the pager knows of each page of the process, one word a page.
+//!
+//! | phase        | where the bytes are | on a fault                  | on eviction      |
+//! |--------------|---------------------|-----------------------------|------------------|
+//! | `Resident`   | the process         | filled with zeroes          | -> `Staged`      |
+//! | `Staged`     | a staging frame     | moved back                  | -> `Compressing` |
+//! | `Compressing`| a staging frame     | copied from the frame       | -> `Stored`      |
+//! | `Stored`     | the pool            | decompressed, moved in      | (none)           |
+//! | `Dropped`    | about to be zeroes  | filled with zeroes          | (none)           |
+//!
+//! `Resident` is also what a page is that the pager never saw. A fault on a `Resident` page is a first touch, or one
+//! that somebody else's fault has answered meanwhile.
+//!
+//! `Dropped` is a page present when the kernel announced that its contents will go (madvise): until it has faulted
+//! again nobody can tell whether they have gone, so it must not be evicted: its old contents would come back later.
+//! The payload is then the time of the announcement.
+//!
+//! Word: bits 0-2 phase, 3-4 heat, 5 came by read-ahead, 8-31 payload (staging frame, or the eviction clock).
+//!
+//! The tree has three levels of 512 under a root of 512 (48-bit addresses); nodes come from one mapped range and are
+//! never given back: 2 KiB for each 2 MiB of addresses that were ever evicted from, 0.1 %.
+
+use crate::memory;
+use crate::sys::Errno;
+
+/// Where a page's bytes are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Phase {
+    Resident = 0,
+    Staged = 1,
+    Compressing = 2,
+    Stored = 3,
+    Dropped = 4,
+}
+
+/// Highest heat: how many passes of the hand a page survives.
+pub const HEAT_MAX: u32 = 3;
+
+/// One page's word, decoded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Word(u32);
+
+impl Word {
+    /// A page nobody knows anything of.
+    pub const UNKNOWN: Word = Word(0);
+
+    /// A word of this phase, with no heat and no payload.
+    pub fn new(phase: Phase) -> Word {
+        Word(phase as u32)
+    }
+
+    pub fn phase(self) -> Phase {
+        match self.0 & 7 {
+            0 => Phase::Resident,
+            1 => Phase::Staged,
+            2 => Phase::Compressing,
+            3 => Phase::Stored,
+            _ => Phase::Dropped,
+        }
+    }
+
+    pub fn heat(self) -> u32 {
+        self.0 >> 3 & 3
+    }
+
+    pub fn read_ahead(self) -> bool {
+        self.0 & 32 != 0
+    }
+
+    pub fn payload(self) -> u32 {
+        self.0 >> 8
+    }
+
+    pub fn with_phase(self, phase: Phase) -> Word {
+        Word(self.0 & !7 | phase as u32)
+    }
+
+    pub fn with_heat(self, heat: u32) -> Word {
+        Word(self.0 & !(3 << 3) | heat.min(HEAT_MAX) << 3)
+    }
+
+    pub fn with_read_ahead(self, came: bool) -> Word {
+        Word(self.0 & !32 | u32::from(came) << 5)
+    }
+
+    pub fn with_payload(self, payload: u32) -> Word {
+        Word(self.0 & 0xff | payload << 8)
+    }
+}
+
+/// Pages a leaf covers.
+pub const LEAF_PAGES: u64 = 512;
+const FANOUT: usize = 512;
+/// Pages of the address space: 48 bits of bytes.
+pub const PAGES: u64 = 1 << 36;
+/// Address range for nodes: enough for 16 TiB of addresses evicted from.
+const NODES_BYTES: usize = 16 << 30;
+
+type Node = [u32; FANOUT];
+
+/// The tree. Nodes and leaves are both 512 words of 32 bits; a node's word is the number of a child, 0 for none.
+pub struct PageTable {
+    nodes: *mut Node,
+    used: u32,
+    capacity: u32,
+}
+
+// SAFETY: the table owns its mapping; it is reached under the pager's lock.
+unsafe impl Send for PageTable {}
+
+impl PageTable {
+    /// An empty table.
+    pub fn new() -> Result<PageTable, Errno> {
+        let mut bytes = NODES_BYTES;
+        loop {
+            match memory::map(bytes) {
+                // Number 0 is "no child"; the root is 1.
+                Ok(start) => {
+                    return Ok(PageTable { nodes: start.cast(), used: 2, capacity: (bytes / size_of::<Node>()) as u32 });
+                }
+                Err(errno) if bytes <= 16 << 20 => return Err(errno),
+                Err(_) => bytes /= 4,
+            }
+        }
+    }
+
+    /// Memory the table holds, bytes.
+    pub fn used_bytes(&self) -> u64 {
+        u64::from(self.used) * size_of::<Node>() as u64
+    }
+
+    fn node(&self, number: u32) -> &Node {
+        // SAFETY: numbers are handed out below `used`, inside the mapping, and nodes are never given back.
+        unsafe { &*self.nodes.add(number as usize) }
+    }
+
+    fn node_mut(&mut self, number: u32) -> &mut Node {
+        // SAFETY: as `node`, and `&mut self` makes the reference unique.
+        unsafe { &mut *self.nodes.add(number as usize) }
+    }
+
+    fn steps(page: u64) -> [usize; 3] {
+        [27, 18, 9].map(|shift| (page >> shift) as usize % FANOUT)
+    }
+
+    fn leaf(&self, page: u64) -> Option<u32> {
+        let mut number = 1;
+        for step in Self::steps(page) {
+            number = self.node(number)[step];
+            if number == 0 {
+                return None;
+            }
+        }
+        Some(number)
+    }
+
+    /// The word of a page.
+    pub fn get(&self, page: u64) -> Word {
+        self.leaf(page).map_or(Word::UNKNOWN, |leaf| Word(self.node(leaf)[page as usize % FANOUT]))
+    }
+
+    /// Sets the word of a page. False when the table is full and the word could not be kept.
+    #[must_use]
+    pub fn set(&mut self, page: u64, word: Word) -> bool {
+        let mut number = 1;
+        for step in Self::steps(page) {
+            let child = self.node(number)[step];
+            number = if child != 0 {
+                child
+            } else if word == Word::UNKNOWN {
+                return true;
+            } else if self.used == self.capacity {
+                return false;
+            } else {
+                let fresh = self.used;
+                self.used += 1;
+                self.node_mut(number)[step] = fresh;
+                fresh
+            };
+        }
+        self.node_mut(number)[page as usize % FANOUT] = word.0;
+        true
+    }
+
+    /// Sets the word of a page whose leaf exists, because it holds a word already.
+    pub fn update(&mut self, page: u64, word: Word) {
+        let kept = self.set(page, word);
+        debug_assert!(kept, "a page with a word has a leaf");
+    }
+
+    /// The first page at or after `page` that may have a word, and before `end`: absent subtrees are skipped.
+    pub fn next_known(&self, page: u64, end: u64) -> Option<u64> {
+        let mut page = page;
+        'search: while page < end.min(PAGES) {
+            let mut number = 1;
+            for (step, shift) in Self::steps(page).into_iter().zip([27, 18, 9]) {
+                number = self.node(number)[step];
+                if number == 0 {
+                    page = ((page >> shift) + 1) << shift;
+                    continue 'search;
+                }
+            }
+            return Some(page);
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_keeps_each_of_its_fields_apart() {
+        let word = Word::new(Phase::Stored).with_heat(3).with_read_ahead(true).with_payload(0xff_ffff);
+        assert_eq!(
+            (word.phase(), word.heat(), word.read_ahead(), word.payload()),
+            (Phase::Stored, 3, true, 0xff_ffff)
+        );
+        let word = word.with_phase(Phase::Staged).with_heat(0).with_payload(7).with_read_ahead(false);
+        assert_eq!((word.phase(), word.heat(), word.read_ahead(), word.payload()), (Phase::Staged, 0, false, 7));
+    }
+
+    #[test]
+    fn a_page_reads_as_it_was_set_and_its_neighbours_are_unknown() {
+        let mut table = PageTable::new().unwrap();
+        for page in [0, 1, 511, 512, 1 << 20, PAGES - 1] {
+            assert!(table.set(page, Word::new(Phase::Stored).with_payload(page as u32 & 0xffff)));
+        }
+        assert_eq!(table.get(512).payload(), 512);
+        assert_eq!(table.get(2), Word::UNKNOWN);
+        assert_eq!(table.get(1 << 30), Word::UNKNOWN);
+    }
+
+    #[test]
+    fn a_search_for_known_pages_skips_what_was_never_set() {
+        let mut table = PageTable::new().unwrap();
+        assert!(table.set(1 << 33, Word::new(Phase::Stored)));
+        let found = table.next_known(0, PAGES).unwrap();
+        assert!(found <= 1 << 33 && (1 << 33) - found < LEAF_PAGES);
+        assert_eq!(table.next_known((1 << 33) + LEAF_PAGES, PAGES), None);
+    }
+}

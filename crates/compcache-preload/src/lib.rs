@@ -1,0 +1,154 @@
+//! The shared object that puts the pager into a program: a constructor, the fork handlers, and a look at each new
+//! thread's control block. Everything else is `compcache-pager`.
+//!
+//! `compcache run` names this object in `LD_PRELOAD` and the tree's shared region in `COMPCACHE_REGION`. Without that
+//! variable, or where anything is missing, the object does nothing: a program must run unpaged rather than not at all.
+//!
+//! No `std`: the pager's threads may touch no thread-local storage and no allocator of the program's, and without `std`
+//! nothing here can do so by accident. What is called of libc is called in the program's own threads only.
+
+#![no_std]
+
+mod libc;
+
+use compcache_pager::fork;
+use compcache_pager::memory::SetupHeap;
+use compcache_pager::pager::Pager;
+use compcache_pager::shared::{self, Region};
+use core::ffi::{CStr, c_char, c_int, c_void};
+use core::ptr::null_mut;
+use core::sync::atomic::{AtomicPtr, Ordering::*};
+use rustix::fs::{Mode, OFlags};
+
+#[global_allocator]
+static HEAP: SetupHeap = SetupHeap::new();
+
+/// This process's pager; null when it has none.
+static PAGER: AtomicPtr<Pager> = AtomicPtr::new(null_mut());
+
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    // A bug of ours, in a thread that must not print: the tree's region carries the news to `compcache run`.
+    if let Some(pager) = pager() {
+        pager.region.note_trouble(shared::Trouble::Bug, 0);
+    }
+    compcache_pager::abort()
+}
+
+/// Named by the unwind tables of the precompiled core library; nothing here ever unwinds.
+#[unsafe(no_mangle)]
+extern "C" fn rust_eh_personality() {}
+
+fn pager() -> Option<&'static Pager> {
+    // SAFETY: null, or a pager that is never freed.
+    unsafe { PAGER.load(Acquire).as_ref() }
+}
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static CONSTRUCTOR: extern "C" fn(c_int, *const *const c_char, *const *const c_char) = construct;
+
+extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *const c_char) {
+    // SAFETY: the loader passes the program's environment, a list that ends with a null pointer.
+    let Some(path) = (unsafe { variable(environment, shared::ENV_REGION.as_bytes()) }) else { return };
+    let Some(region) = map_region(path) else { return };
+    match Pager::new(region) {
+        Ok(pager) => {
+            PAGER.store(core::ptr::from_ref(pager).cast_mut(), Release);
+            libc::register_fork_handlers(before_fork, after_fork_in_parent, after_fork_in_child);
+            if let Err(trouble) = pager.start() {
+                region.note_trouble(trouble, 0);
+            }
+        }
+        Err(trouble) => region.note_trouble(trouble, 0),
+    }
+}
+
+/// The value of an environment variable.
+///
+/// # Safety
+/// `environment` must be null or a list of strings that ends with a null pointer, alive for the whole process.
+unsafe fn variable(environment: *const *const c_char, name: &[u8]) -> Option<&'static CStr> {
+    if environment.is_null() {
+        return None;
+    }
+    for place in 0.. {
+        // SAFETY: not past the null pointer that ends the list, says the caller.
+        let entry = unsafe { *environment.add(place) };
+        if entry.is_null() {
+            return None;
+        }
+        // SAFETY: an entry of the environment is a string.
+        let entry = unsafe { CStr::from_ptr(entry) };
+        let bytes = entry.to_bytes_with_nul();
+        if bytes.starts_with(name) && bytes.get(name.len()) == Some(&b'=') {
+            return CStr::from_bytes_with_nul(&bytes[name.len() + 1..]).ok();
+        }
+    }
+    None
+}
+
+/// Maps the tree's region; `None` when it is not there or not of this version.
+fn map_region(path: &CStr) -> Option<&'static Region> {
+    use rustix::mm::{MapFlags, ProtFlags, mmap};
+    let file = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).ok()?;
+    let size = rustix::fs::fstat(&file).ok()?.st_size;
+    if (size as u64) < shared::REGION_BYTES as u64 {
+        return None;
+    }
+    // SAFETY: a new shared mapping, of a file large enough for the structure; all of it is atomics, so that whatever
+    // other processes write is a value.
+    let region: &'static Region = unsafe {
+        let flags = ProtFlags::READ | ProtFlags::WRITE;
+        &*mmap(null_mut(), shared::REGION_BYTES, flags, MapFlags::SHARED, &file, 0).ok()?.cast::<Region>()
+    };
+    let known = region.header.magic.load(Relaxed) == shared::MAGIC && region.header.version.load(Relaxed) == shared::VERSION;
+    known.then_some(region)
+}
+
+extern "C" fn before_fork() {
+    if let Some(pager) = pager() {
+        fork::prepare(pager);
+        // What libc touches in the child before its handlers run must be there.
+        libc::touch_streams();
+    }
+}
+
+extern "C" fn after_fork_in_parent() {
+    if let Some(pager) = pager() {
+        fork::parent(pager);
+    }
+}
+
+extern "C" fn after_fork_in_child() {
+    if let Some(pager) = pager() {
+        // SAFETY: called by fork in the child, in its only thread.
+        unsafe { fork::child(pager) };
+    }
+}
+
+/// `pthread_create`, with a look at the new thread's control block.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pthread_create(
+    thread: *mut c_void,
+    attributes: *const c_void,
+    start: extern "C" fn(*mut c_void) -> *mut c_void,
+    argument: *mut c_void,
+) -> c_int {
+    let Some(real) = libc::real_pthread_create() else { return libc::EAGAIN };
+    let Some(pager) = pager() else {
+        // SAFETY: the caller's own call, passed on.
+        return unsafe { real(thread, attributes, start, argument) };
+    };
+    // SAFETY: the caller's own call, passed on.
+    let result = unsafe { real(thread, attributes, start, argument) };
+    if result == 0 && !thread.is_null() {
+        // In glibc a thread's handle is the address of its control block.
+        // SAFETY: on success libc has written the handle.
+        pager.add_control_block(unsafe { *thread.cast::<usize>() });
+    }
+    result
+}

@@ -1,0 +1,85 @@
+//! What is used of the program's libc, and what is known of it.
+
+use core::ffi::{CStr, c_char, c_int, c_void};
+use core::ptr::{null_mut, read_volatile};
+use core::sync::atomic::{AtomicPtr, Ordering::*};
+
+/// As libc's errno.h.
+pub const EAGAIN: c_int = 11;
+
+type Handler = extern "C" fn();
+/// The type of `pthread_create`.
+pub type PthreadCreate = unsafe extern "C" fn(
+    *mut c_void,
+    *const c_void,
+    extern "C" fn(*mut c_void) -> *mut c_void,
+    *mut c_void,
+) -> c_int;
+
+#[link(name = "c")]
+unsafe extern "C" {
+    // pthread_atfork itself is in the part of libc that is linked statically; this is what it calls.
+    fn __register_atfork(prepare: Handler, parent: Handler, child: Handler, object: *mut c_void) -> c_int;
+    fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
+    static _IO_list_all: *const Stream;
+}
+
+const RTLD_NEXT: *mut c_void = -1isize as *mut c_void;
+
+/// A `FILE` of glibc's, as far as its place in the list of all: the same since 1997.
+#[repr(C)]
+struct Stream {
+    flags: c_int,
+    pointers: [*const u8; 11],
+    markers: *const c_void,
+    chain: *const Stream,
+    descriptor: c_int,
+    flags2: c_int,
+    old_offset: i64,
+    column: u16,
+    vtable_offset: i8,
+    short_buffer: i8,
+    lock: *const u64,
+}
+
+const _: () = assert!(core::mem::offset_of!(Stream, chain) == 0x68 && core::mem::offset_of!(Stream, lock) == 0x88);
+
+/// Asks libc to call these around every fork.
+pub fn register_fork_handlers(prepare: Handler, parent: Handler, child: Handler) {
+    // SAFETY: handlers are plain functions that live as long as the object, which is never unloaded.
+    let _ = unsafe { __register_atfork(prepare, parent, child, null_mut()) };
+}
+
+/// The `pthread_create` that is called when this object's is.
+pub fn real_pthread_create() -> Option<PthreadCreate> {
+    static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
+    let mut found = REAL.load(Relaxed);
+    if found.is_null() {
+        const NAME: &CStr = c"pthread_create";
+        // SAFETY: a look-up by a name that ends with a zero.
+        found = unsafe { dlsym(RTLD_NEXT, NAME.as_ptr()) };
+        REAL.store(found, Relaxed);
+    }
+    // SAFETY: null is None; anything else that libc calls pthread_create has that type.
+    unsafe { core::mem::transmute::<*mut c_void, Option<PthreadCreate>>(found) }
+}
+
+/// Touches every open stream and its lock: in the child of a fork libc resets them before it calls handlers.
+pub fn touch_streams() {
+    // SAFETY: libc's list, which fork has not locked yet: a stream closed at this very moment by another thread would be
+    // read after it is freed, which reads stale bytes at worst: heap memory stays mapped under a reader. The length is
+    // bounded in case the chain is seen torn.
+    unsafe {
+        let mut stream = read_volatile(&raw const _IO_list_all);
+        for _ in 0..65_536 {
+            if stream.is_null() {
+                break;
+            }
+            let lock = read_volatile(&raw const (*stream).lock);
+            if !lock.is_null() {
+                read_volatile(lock);
+            }
+            stream = read_volatile(&raw const (*stream).chain);
+        }
+    }
+}

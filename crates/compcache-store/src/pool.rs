@@ -1,0 +1,198 @@
+//! A pool: one address space of compressed pages.
+//!
+//! | operation | same-filled           | compresses                      | does not compress       | at the limit            |
+//! |-----------|-----------------------|---------------------------------|-------------------------|-------------------------|
+//! | write     | the word in the slot  | object in the arena             | the page in the arena   | refused, old page stays |
+//! | read      | filled from the slot  | checked, decoded in place       | checked, copied         | (no difference)         |
+//! | take      | read, then discarded  | read, then discarded            | read, then discarded    | (no difference)         |
+//!
+//! A page is compressed before its slot is locked; the lock is held while the object is placed, or decoded, and for that
+//! page alone. Two writers of one page: the later one to lock stays. Whatever fails leaves the page as it was.
+//!
+//! Not here: tables, arena, codecs, limit; this module puts them together.
+
+mod fork;
+mod range;
+mod read;
+mod run;
+mod write;
+
+use alloc::boxed::Box;
+use alloc::sync::Arc;
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+
+pub use read::{Extent, Read};
+pub use run::RunFailed;
+pub use write::Written;
+
+use crate::arena::Arena;
+use crate::codec::Codec;
+use crate::config::PoolConfig;
+use crate::error::StoreError;
+use crate::latency::Latency;
+use crate::page::{PAGE_SIZE, PageIndex};
+use crate::slot::{self, Slot};
+use crate::stats::{Counters, Footprint, PoolStats};
+use crate::store::Store;
+use crate::table::{LeafCache, SlotGuard, Tree};
+
+/// The shard of operations without a worker.
+const NO_WORKER: usize = usize::MAX;
+
+/// One address space of pages in a [`Store`]. Shared by any number of threads, each with its own
+/// [`Worker`](crate::Worker). Dropping it frees all it holds.
+pub struct Pool {
+    core: Arc<PoolCore>,
+    store: Arc<Store>,
+}
+
+/// What compaction sees of a pool.
+pub(crate) struct PoolCore {
+    pub tree: Tree,
+    pub counters: Box<Counters>,
+    codec: AtomicU32,
+    limit: write::PoolLimit,
+    disk_bytes: AtomicU64,
+    /// Pages were taken one by one, so that there may be leaves to free.
+    emptied: AtomicBool,
+}
+
+impl PoolCore {
+    /// Whether leaves may have become empty since last asked.
+    pub fn take_emptied(&self) -> bool {
+        self.emptied.load(Relaxed) && self.emptied.swap(false, Relaxed)
+    }
+
+    fn note_emptied(&self) {
+        if !self.emptied.load(Relaxed) {
+            self.emptied.store(true, Relaxed);
+        }
+    }
+
+    /// Bytes held by this pool: its objects' slots and its tables.
+    fn used_bytes(&self) -> u64 {
+        self.counters.slot_bytes() + self.tree.bytes()
+    }
+}
+
+/// What a slot costs.
+fn footprint(slot: Slot, arena: &Arena) -> Footprint {
+    match slot {
+        Slot::Absent => Footprint::ABSENT,
+        Slot::SameFilled { .. } | Slot::OnBacking { .. } | Slot::Damaged => Footprint::SAME_FILLED,
+        Slot::Stored(object) => {
+            let slot_bytes = arena.class_of(object.location).slot_bytes();
+            Footprint::stored(object.codec.is_none(), object.length as usize, slot_bytes)
+        }
+    }
+}
+
+impl Pool {
+    pub(crate) fn new(store: Arc<Store>, serial: u64, config: PoolConfig) -> Pool {
+        let core = PoolCore {
+            tree: Tree::new(serial),
+            counters: Box::new(Counters::new()),
+            codec: AtomicU32::new(config.codec.pack()),
+            limit: write::PoolLimit::new(config.limit_bytes),
+            disk_bytes: AtomicU64::new(0),
+            emptied: AtomicBool::new(false),
+        };
+        Pool { core: Arc::new(core), store }
+    }
+
+    pub(crate) fn core(&self) -> Arc<PoolCore> {
+        self.core.clone()
+    }
+
+    /// The store it is in.
+    pub fn store(&self) -> &Arc<Store> {
+        &self.store
+    }
+
+    /// What new pages are compressed with.
+    pub fn codec(&self) -> Codec {
+        Codec::unpack(self.core.codec.load(Relaxed))
+    }
+
+    /// Changes what new pages are compressed with. Pages already stored stay as they are and readable.
+    ///
+    /// # Errors
+    /// [`StoreError::NoSuchCodec`]; the codec is unchanged.
+    pub fn set_codec(&self, codec: Codec) -> Result<(), StoreError> {
+        codec.check(&self.store.dictionaries)?;
+        self.core.codec.store(codec.pack(), Relaxed);
+        Ok(())
+    }
+
+    /// Changes the pool's own limit, in bytes of slots and tables; `u64::MAX` is none.
+    pub fn set_limit_bytes(&self, limit_bytes: u64) {
+        self.core.limit.set(limit_bytes, self.core.used_bytes());
+    }
+
+    /// Tells the pool the size its front end shows, for the statistics alone.
+    pub fn set_disk_bytes(&self, disk_bytes: u64) {
+        self.core.disk_bytes.store(disk_bytes, Relaxed);
+    }
+
+    /// Whether the page is stored, in any form. Waits for nobody.
+    pub fn contains(&self, index: PageIndex) -> bool {
+        index.is_valid() && slot::is_present(self.core.tree.peek(&self.store.tables, index))
+    }
+
+    /// Whether the page is stored as one repeated word. Waits for nobody.
+    pub fn is_same_filled(&self, index: PageIndex) -> bool {
+        index.is_valid() && slot::is_same_filled(self.core.tree.peek(&self.store.tables, index))
+    }
+
+    /// The store's age when the page was last written or read; `None` if it is absent.
+    pub fn age_of(&self, index: PageIndex) -> Option<u8> {
+        let mut leaf = LeafCache::default();
+        let guard = if index.is_valid() { self.core.tree.lock(&self.store.tables, index, &mut leaf) } else { None };
+        guard.and_then(|guard| (guard.get() != Slot::Absent).then(|| guard.age()))
+    }
+
+    /// The statistics now. [`TABLE`](crate::TABLE) names them.
+    pub fn stats(&self) -> PoolStats {
+        let counted = self.core.counters.read();
+        let table_bytes = self.core.tree.bytes();
+        PoolStats {
+            disk_size: self.core.disk_bytes.load(Relaxed),
+            mem_limit: self.core.limit.bytes(),
+            table_bytes,
+            mem_used_total: counted.slot_bytes + table_bytes,
+            mem_used_max: self.store.mem_used_max_bytes(),
+            ..counted
+        }
+    }
+
+    /// How long reads and writes took since the pool was made.
+    pub fn latency(&self) -> Latency {
+        self.core.counters.latency()
+    }
+
+    /// Makes `guard`'s slot say `new`, counts the difference, unlocks it, and frees the object it had.
+    fn replace(&self, mut guard: SlotGuard<'_>, new: Slot, shard: usize) {
+        let store = &self.store;
+        let old = guard.get();
+        // Both while the slot is locked: afterwards the new object may be gone, and its span another's.
+        let (before, after) = (footprint(old, &store.arena), footprint(new, &store.arena));
+        guard.set(new, store.age());
+        drop(guard);
+        self.core.counters.shard(shard).change(before, after);
+        if let Slot::Stored(object) = old {
+            store.arena.free(object.location, &store.budget);
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // Compaction holds the registry while it works on a pool; after this it does not know this one any more.
+        self.store.registry.lock().remove(&self.core);
+        self.discard_range(PageIndex(0), PageIndex::LIMIT);
+        self.core.tree.dismantle(&self.store.tables);
+        debug_assert_eq!(self.core.counters.slot_bytes(), 0);
+    }
+}
+
+const _: () = assert!(PAGE_SIZE == 4096);

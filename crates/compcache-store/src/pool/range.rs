@@ -1,0 +1,165 @@
+//! Discarding, moving and listing pages, one or whole ranges.
+//!
+//! Ranges can be the whole address space and nearly empty: absent subtrees are skipped a gigabyte or a terabyte at a time.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use super::{NO_WORKER, Pool};
+use crate::error::StoreError;
+use crate::page::PageIndex;
+use crate::slot::{self, Slot};
+use crate::table::{Charge, FANOUT, LeafCache, SlotGuard};
+
+impl Pool {
+    /// Forgets page `index` and frees what it held. Returns whether it was there. An index out of range was not.
+    pub fn discard(&self, index: PageIndex) -> bool {
+        let discarded = index.is_valid() && self.discard_one(index, &mut LeafCache::default());
+        if discarded {
+            self.core.counters.shard(NO_WORKER).discards.fetch_add(1, Relaxed);
+            self.core.note_emptied();
+        }
+        discarded
+    }
+
+    /// Forgets the `count` pages from `first` on and returns how many of them were there. Tables that become empty are
+    /// freed. What is beyond the last index is ignored, so `count` may be [`PageIndex::LIMIT`].
+    pub fn discard_range(&self, first: PageIndex, count: u64) -> u64 {
+        let store = &self.store;
+        let mut discarded = 0;
+        let mut leaf = LeafCache::default();
+        self.for_each_leaf(first, count, |leaf_first| {
+            self.for_each_in_leaf(leaf_first, first, count, |index| {
+                discarded += u64::from(self.discard_one(index, &mut leaf));
+            });
+            let metas = self.core.tree.leaf(&store.tables, leaf_first).map(|leaf| &leaf.meta);
+            if metas.is_some_and(|metas| metas.iter().all(|meta| meta.load(Relaxed) == 0)) {
+                self.core.tree.free_leaf_if_empty(&store.tables, leaf_first, &store.budget);
+            }
+        });
+        self.core.counters.shard(NO_WORKER).discards.fetch_add(discarded, Relaxed);
+        discarded
+    }
+
+    /// Calls `each` for every page of the `count` from `first` on that is stored when it is looked at, in order.
+    pub fn for_each_stored(&self, first: PageIndex, count: u64, mut each: impl FnMut(PageIndex)) {
+        self.for_each_leaf(first, count, |leaf_first| self.for_each_in_leaf(leaf_first, first, count, &mut each));
+    }
+
+    /// Moves what page `from` holds to page `to`: the object stays, the slot moves, the age with it. What `to` held is
+    /// freed; if `from` is absent, so is `to` afterwards. Returns whether there was something to move.
+    ///
+    /// # Errors
+    /// [`StoreError::MemoryRefused`] when the system gives no table for `to`; nothing has moved. The limit does not
+    /// count here. [`StoreError::IndexOutOfRange`].
+    pub fn move_slot(&self, from: PageIndex, to: PageIndex) -> Result<bool, StoreError> {
+        for index in [from, to] {
+            if !index.is_valid() {
+                return Err(StoreError::IndexOutOfRange { index });
+            }
+        }
+        if from == to {
+            return Ok(self.contains(from));
+        }
+        if !self.contains(from) {
+            self.discard_one(to, &mut LeafCache::default());
+            return Ok(false);
+        }
+        let Some((mut source, mut target)) = self.lock_both(from, to)? else { return Ok(false) };
+        let moved = source.get() != Slot::Absent;
+        let overwritten = target.get();
+        target.take_from(&mut source);
+        drop((source, target));
+        self.core.note_emptied();
+        let store = &self.store;
+        let before = super::footprint(overwritten, &store.arena);
+        self.core.counters.shard(NO_WORKER).change(before, crate::stats::Footprint::ABSENT);
+        if let Slot::Stored(object) = overwritten {
+            store.arena.free(object.location, &store.budget);
+        }
+        Ok(moved)
+    }
+
+    /// Moves `count` pages from `from` on to `to` on, as [`Pool::move_slot`] does each; skips absent subtrees. The two
+    /// ranges must not overlap. Returns how many pages moved.
+    ///
+    /// # Errors
+    /// As [`Pool::move_slot`]; pages already moved stay moved, those not moved are still at `from`.
+    pub fn move_range(&self, from: PageIndex, to: PageIndex, count: u64) -> Result<u64, StoreError> {
+        debug_assert!(from.0.abs_diff(to.0) >= count, "the ranges overlap");
+        self.discard_range(to, count);
+        let (mut moved, mut failed) = (0, None);
+        self.for_each_stored(from, count, |index| {
+            if failed.is_none() {
+                match self.move_slot(index, to.plus(index.0 - from.0)) {
+                    Ok(one) => moved += u64::from(one),
+                    Err(error) => failed = Some(error),
+                }
+            }
+        });
+        failed.map_or(Ok(moved), Err)
+    }
+
+    /// Both slots, locked in the order of their indexes.
+    fn lock_both(
+        &self,
+        from: PageIndex,
+        to: PageIndex,
+    ) -> Result<Option<(SlotGuard<'_>, SlotGuard<'_>)>, StoreError> {
+        let (store, tree) = (&self.store, &self.core.tree);
+        let (mut leaf_of_from, mut leaf_of_to) = (LeafCache::default(), LeafCache::default());
+        loop {
+            // Makes the leaf of `to` while nothing is locked; if it is freed again before the lock below, once more.
+            drop(tree.lock_or_make(&store.tables, to, &mut leaf_of_to, &store.budget, Charge::Always)?);
+            let mut lock_from = || tree.lock(&store.tables, from, &mut leaf_of_from);
+            let (source, target) = if from < to {
+                let source = lock_from();
+                (source, tree.lock(&store.tables, to, &mut leaf_of_to))
+            } else {
+                let target = tree.lock(&store.tables, to, &mut leaf_of_to);
+                (lock_from(), target)
+            };
+            match (source, target) {
+                (Some(source), Some(target)) => return Ok(Some((source, target))),
+                (None, target) => {
+                    // Discarded meanwhile, leaf and all: then `to` becomes absent too.
+                    if let Some(target) = target {
+                        self.replace(target, Slot::Absent, NO_WORKER);
+                    }
+                    return Ok(None);
+                }
+                (Some(_), None) => {}
+            }
+        }
+    }
+
+    fn discard_one(&self, index: PageIndex, leaf: &mut LeafCache) -> bool {
+        let Some(guard) = self.core.tree.lock(&self.store.tables, index, leaf) else { return false };
+        if guard.get() == Slot::Absent {
+            return false;
+        }
+        self.replace(guard, Slot::Absent, NO_WORKER);
+        true
+    }
+
+    /// Calls `each` with the first index of every leaf that has pages of the range.
+    fn for_each_leaf(&self, first: PageIndex, count: u64, mut each: impl FnMut(PageIndex)) {
+        let end = first.plus(count);
+        let mut next = first;
+        while let Some(leaf_first) = self.core.tree.next_leaf(&self.store.tables, next, end) {
+            each(leaf_first);
+            next = leaf_first.plus(FANOUT as u64);
+        }
+    }
+
+    /// Calls `each` for every page of one leaf that is in the range and present.
+    fn for_each_in_leaf(&self, leaf_first: PageIndex, first: PageIndex, count: u64, mut each: impl FnMut(PageIndex)) {
+        let Some(leaf) = self.core.tree.leaf(&self.store.tables, leaf_first) else { return };
+        let from = first.max(leaf_first);
+        let to = first.plus(count).min(leaf_first.plus(FANOUT as u64));
+        for index in from.0..to.0 {
+            if slot::is_present(leaf.meta[(index - leaf_first.0) as usize].load(Relaxed)) {
+                each(PageIndex(index));
+            }
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Reading a page, and taking one.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use super::Pool;
+use crate::checksum;
+use crate::error::StoreError;
+use crate::page::{self, Page, PageIndex};
+use crate::slot::{Object, Slot};
+use crate::table::SlotGuard;
+use crate::worker::Worker;
+
+/// What a read found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Read {
+    /// The page is in the buffer.
+    Done,
+    /// Never written, or discarded. The buffer is untouched; what an absent page reads as is the front end's to say.
+    Absent,
+    /// The object is on the backing device; the caller fetches it in its own way. Nothing produces it yet.
+    OnBacking(Extent),
+}
+
+/// A place on the backing device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Where it begins.
+    pub offset_bytes: u64,
+    /// How long it is.
+    pub length_bytes: u32,
+}
+
+const EXTENT_LENGTH_BITS: u32 = 16;
+
+impl Extent {
+    fn unpack(payload: u64) -> Extent {
+        let length_bytes = (payload & ((1 << EXTENT_LENGTH_BITS) - 1)) as u32 + 1;
+        Extent { offset_bytes: payload >> EXTENT_LENGTH_BITS, length_bytes }
+    }
+}
+
+impl Pool {
+    /// Reads page `index` into `page`. The page stays stored, and counts as used now.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`]: the page is lost; the buffer holds nothing of value. [`StoreError::IndexOutOfRange`].
+    pub fn read(&self, worker: &mut Worker, index: PageIndex, page: &mut Page) -> Result<Read, StoreError> {
+        let start_ns = worker.now_ns();
+        self.read_from(worker, index, page, start_ns, false).0
+    }
+
+    /// Reads page `index` into `page` and discards it, in one step: for owners that have the page in memory from then on.
+    ///
+    /// # Errors
+    /// As [`Pool::read`]. A corrupt page stays stored, and corrupt, until it is discarded or written.
+    pub fn take(&self, worker: &mut Worker, index: PageIndex, page: &mut Page) -> Result<Read, StoreError> {
+        let start_ns = worker.now_ns();
+        self.read_from(worker, index, page, start_ns, true).0
+    }
+
+    /// As [`Pool::read`] or [`Pool::take`], begun at `start_ns`; also returns when it ended.
+    pub(super) fn read_from(
+        &self,
+        worker: &mut Worker,
+        index: PageIndex,
+        page: &mut Page,
+        start_ns: u64,
+        take: bool,
+    ) -> (Result<Read, StoreError>, u64) {
+        debug_assert!(core::ptr::eq(&*self.store, &**worker.store()), "a worker serves one store");
+        let read = self.read_page(worker, index, page, take);
+        let end_ns = worker.now_ns();
+        let shard = self.core.counters.shard(worker.number);
+        match read {
+            Ok(_) => shard.reads.record(end_ns.saturating_sub(start_ns)),
+            Err(StoreError::IndexOutOfRange { .. }) => _ = shard.invalid.fetch_add(1, Relaxed),
+            Err(_) => _ = shard.failed_reads.fetch_add(1, Relaxed),
+        }
+        (read, end_ns)
+    }
+
+    fn read_page(&self, worker: &mut Worker, index: PageIndex, page: &mut Page, take: bool) -> Result<Read, StoreError> {
+        if !index.is_valid() {
+            return Err(StoreError::IndexOutOfRange { index });
+        }
+        let store = &self.store;
+        let Some(mut guard) = self.core.tree.lock(&store.tables, index, &mut worker.leaf) else {
+            return Ok(Read::Absent);
+        };
+        match guard.get() {
+            Slot::Absent => return Ok(Read::Absent),
+            Slot::OnBacking { extent } => return Ok(Read::OnBacking(Extent::unpack(extent))),
+            Slot::Damaged => return Err(StoreError::Corrupt { index }),
+            Slot::SameFilled { word } => page::fill(page, word),
+            Slot::Stored(object) => {
+                if !self.decode(worker, &guard, &object, page) {
+                    return Err(StoreError::Corrupt { index });
+                }
+            }
+        }
+        if take {
+            self.replace(guard, Slot::Absent, worker.number);
+            self.core.note_emptied();
+        } else {
+            guard.touch(store.age());
+        }
+        Ok(Read::Done)
+    }
+
+    /// Decodes an object into `page`, after its checksum says that it is what was stored.
+    fn decode(&self, worker: &mut Worker, guard: &SlotGuard<'_>, object: &Object, page: &mut Page) -> bool {
+        let store = &self.store;
+        let Some(bytes) = guard.bytes(object, &store.arena) else { return false };
+        if checksum::of(bytes, object.codec) != object.checksum {
+            return false;
+        }
+        match (object.codec, <&Page>::try_from(bytes)) {
+            (Some(id), _) => worker.codecs.decompress(id, bytes, page, &store.dictionaries),
+            (None, Ok(raw)) => {
+                *page = *raw;
+                true
+            }
+            (None, Err(_)) => false,
+        }
+    }
+}

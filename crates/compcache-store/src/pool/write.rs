@@ -1,0 +1,207 @@
+//! Writing a page.
+
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
+
+use super::{Pool, PoolCore};
+use crate::arena::class::Class;
+use crate::budget::accept_bytes;
+use crate::checksum;
+use crate::codec::CodecId;
+use crate::error::StoreError;
+use crate::page::{self, PAGE_SIZE, Page, PageIndex};
+use crate::slot::{self, Object, Slot};
+use crate::stats::Footprint;
+use crate::table::{Charge, SlotGuard};
+use crate::worker::Worker;
+
+/// An object longer than this saves less than 1/32 of a page, and is not worth decoding: the page is kept raw.
+const COMPRESSED_MAX: usize = PAGE_SIZE - PAGE_SIZE / 32;
+
+/// How a page was stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Written {
+    /// One word repeated: kept in the slot, costs no arena.
+    SameFilled,
+    /// Compressed to so many bytes.
+    Compressed {
+        /// Length of the object, 1..=3968.
+        bytes: u16,
+    },
+    /// It does not compress: kept as it is.
+    Raw,
+}
+
+/// The limit of one pool.
+///
+/// Writers reserve a page before they compress, and give the reservation up after the object is counted; so what is
+/// counted and what is reserved never pass the limit together, however many write. Costs nothing without a limit.
+pub(crate) struct PoolLimit {
+    limit: AtomicU64,
+    reserved: AtomicU64,
+    refusing: AtomicBool,
+}
+
+/// A page's worth of a pool's limit, held while one is written.
+struct Reservation<'p>(Option<&'p PoolLimit>);
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        if let Some(limit) = self.0 {
+            limit.reserved.fetch_sub(PAGE_SIZE as u64, Ordering::AcqRel);
+        }
+    }
+}
+
+impl PoolLimit {
+    pub fn new(limit: u64) -> PoolLimit {
+        PoolLimit { limit: AtomicU64::new(limit), reserved: AtomicU64::new(0), refusing: AtomicBool::new(false) }
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.limit.load(Relaxed)
+    }
+
+    pub fn set(&self, limit: u64, used: u64) {
+        self.limit.store(limit, Relaxed);
+        self.refusing.store(used > limit, Relaxed);
+    }
+}
+
+impl PoolCore {
+    fn reserve(&self) -> Result<Reservation<'_>, StoreError> {
+        let limit = self.limit.bytes();
+        if limit == u64::MAX {
+            return Ok(Reservation(None));
+        }
+        let reserved = self.limit.reserved.fetch_add(PAGE_SIZE as u64, Ordering::AcqRel) + PAGE_SIZE as u64;
+        let reservation = Reservation(Some(&self.limit));
+        let used = self.used_bytes();
+        let refused = StoreError::LimitReached { used_bytes: used, limit_bytes: limit };
+        if self.limit.refusing.load(Relaxed) && used > accept_bytes(limit) {
+            return Err(refused);
+        }
+        let full = used + reserved > limit;
+        self.limit.refusing.store(full, Relaxed);
+        if full { Err(refused) } else { Ok(reservation) }
+    }
+}
+
+impl Pool {
+    /// Stores `page` as page `index`; what the page held before is freed.
+    ///
+    /// A page of one repeated word is always accepted. At a limit, a page that has an object already is accepted if its
+    /// new content fits into the slot of the old; everything else is refused.
+    ///
+    /// # Errors
+    /// [`StoreError::LimitReached`], [`StoreError::MemoryRefused`]: nothing was stored, and the page still holds its **old**
+    /// content: who has the new one nowhere else must keep it, or discard the page.
+    /// [`StoreError::IndexOutOfRange`], [`StoreError::CodecFailed`].
+    pub fn write(&self, worker: &mut Worker, index: PageIndex, page: &Page) -> Result<Written, StoreError> {
+        let start_ns = worker.now_ns();
+        self.write_from(worker, index, page, start_ns).0
+    }
+
+    /// As [`Pool::write`], begun at `start_ns`; also returns when it ended, so that a run reads the clock once a page.
+    pub(super) fn write_from(
+        &self,
+        worker: &mut Worker,
+        index: PageIndex,
+        page: &Page,
+        start_ns: u64,
+    ) -> (Result<Written, StoreError>, u64) {
+        debug_assert!(core::ptr::eq(&*self.store, &**worker.store()), "a worker serves one store");
+        let written = self.write_page(worker, index, page);
+        let end_ns = worker.now_ns();
+        let shard = self.core.counters.shard(worker.number);
+        match written {
+            Ok(_) => shard.writes.record(end_ns.saturating_sub(start_ns)),
+            Err(StoreError::IndexOutOfRange { .. }) => _ = shard.invalid.fetch_add(1, Relaxed),
+            Err(_) => _ = shard.failed_writes.fetch_add(1, Relaxed),
+        }
+        (written, end_ns)
+    }
+
+    fn write_page(&self, worker: &mut Worker, index: PageIndex, page: &Page) -> Result<Written, StoreError> {
+        if !index.is_valid() {
+            return Err(StoreError::IndexOutOfRange { index });
+        }
+        let store = &self.store;
+        if let Some(word) = page::repeated_word(page) {
+            let tree = &self.core.tree;
+            let guard = tree.lock_or_make(&store.tables, index, &mut worker.leaf, &store.budget, Charge::Always)?;
+            self.replace(guard, Slot::SameFilled { word }, worker.number);
+            return Ok(Written::SameFilled);
+        }
+        // Room first, work second.
+        match store.budget.admit(&mut worker.credit).and_then(|()| self.core.reserve()) {
+            Ok(_reservation) => self.write_object(worker, index, page),
+            Err(refused) => self.write_in_place(worker, index, page, refused),
+        }
+    }
+
+    fn write_object(&self, worker: &mut Worker, index: PageIndex, page: &Page) -> Result<Written, StoreError> {
+        let store = &self.store;
+        let (id, compressed) = worker.codecs.compress(self.codec(), page, &store.dictionaries)?;
+        let (codec, bytes, written) = form(id, compressed, page);
+        let checksum = checksum::of(bytes, codec);
+        let class = Class::for_length(bytes.len());
+        let length = bytes.len() as u16;
+        let tree = &self.core.tree;
+        let mut guard = tree.lock_or_make(&store.tables, index, &mut worker.leaf, &store.budget, Charge::Limited)?;
+        if let Slot::Stored(old) = guard.get()
+            && store.arena.class_of(old.location) == class
+        {
+            let object = Object { codec, location: old.location, length, checksum };
+            self.overwrite(guard, old, object, bytes, worker.number);
+            return Ok(written);
+        }
+        let location = store.arena.allocate(class, &store.budget, &mut worker.credit)?;
+        guard.fill(location, bytes, &store.arena);
+        self.replace(guard, Slot::Stored(Object { codec, location, length, checksum }), worker.number);
+        Ok(written)
+    }
+
+    /// The way at the limit: the new object must fit where the old one is.
+    fn write_in_place(
+        &self,
+        worker: &mut Worker,
+        index: PageIndex,
+        page: &Page,
+        refused: StoreError,
+    ) -> Result<Written, StoreError> {
+        let store = &self.store;
+        if !slot::is_stored(self.core.tree.peek(&store.tables, index)) {
+            return Err(refused);
+        }
+        let (id, compressed) = worker.codecs.compress(self.codec(), page, &store.dictionaries)?;
+        let (codec, bytes, written) = form(id, compressed, page);
+        let guard = self.core.tree.lock(&store.tables, index, &mut worker.leaf).ok_or(refused)?;
+        let Slot::Stored(old) = guard.get() else { return Err(refused) };
+        if store.arena.class_of(old.location).slot_bytes() < bytes.len() {
+            return Err(refused);
+        }
+        let checksum = checksum::of(bytes, codec);
+        let object = Object { codec, location: old.location, length: bytes.len() as u16, checksum };
+        self.overwrite(guard, old, object, bytes, worker.number);
+        Ok(written)
+    }
+
+    /// Puts `new` where `old` is.
+    fn overwrite(&self, mut guard: SlotGuard<'_>, old: Object, new: Object, bytes: &[u8], shard: usize) {
+        guard.fill(old.location, bytes, &self.store.arena);
+        guard.set(Slot::Stored(new), self.store.age());
+        let slot_bytes = self.store.arena.class_of(old.location).slot_bytes();
+        drop(guard);
+        let cost = |object: &Object| Footprint::stored(object.codec.is_none(), object.length as usize, slot_bytes);
+        self.core.counters.shard(shard).change(cost(&old), cost(&new));
+    }
+}
+
+/// Whether the page is kept as compressed or as it is.
+fn form<'b>(id: CodecId, compressed: &'b [u8], page: &'b Page) -> (Option<CodecId>, &'b [u8], Written) {
+    if compressed.len() > COMPRESSED_MAX {
+        (None, page, Written::Raw)
+    } else {
+        (Some(id), compressed, Written::Compressed { bytes: compressed.len() as u16 })
+    }
+}

@@ -1,0 +1,191 @@
+//! A slot: the twelve bytes the store knows about one page.
+//!
+//! Two words, kept apart in a leaf (structure of arrays, so that looking for absent pages reads four bytes a page):
+//!
+//! | meta, bits | means                                              |
+//! |------------|----------------------------------------------------|
+//! | 0          | locked                                             |
+//! | 1          | somebody sleeps on the lock                        |
+//! | 2..5       | state                                              |
+//! | 5..8       | codec that wrote the object                        |
+//! | 8..16      | age: the store's age when last written or read     |
+//! | 16..28     | length of the object less one                      |
+//! | 28..32     | checksum, low four bits                            |
+//!
+//! | payload, bits | a stored object               | a same-filled page |
+//! |---------------|-------------------------------|--------------------|
+//! | 0..36         | location, in units of 8 bytes | the word, whole    |
+//! | 36..64        | checksum, high 28 bits        |                    |
+//!
+//! So 512 GiB of arena, a 32-bit checksum and lengths of 1..=4096 fit with no bit to spare. A same-filled page keeps a
+//! 16-bit check of its word where length and checksum would be. State zero is absent, so fresh memory is an empty leaf.
+//!
+//! The lock bit (see [`word`]) guards both words and the object they lead to.
+//!
+//! Arithmetic only. Evidence and alternatives: docs/decisions/0012-slot-and-arena-layout.md.
+
+pub(crate) mod word;
+
+use crate::arena::Location;
+use crate::codec::CodecId;
+use crate::page::PAGE_SIZE;
+
+pub(crate) const LOCKED: u32 = 1 << 0;
+pub(crate) const WAITERS: u32 = 1 << 1;
+const STATE_SHIFT: u32 = 2;
+const CODEC_SHIFT: u32 = 5;
+const AGE_SHIFT: u32 = 8;
+const LENGTH_SHIFT: u32 = 16;
+const CHECK_SHIFT: u32 = 28;
+const STATE_MASK: u32 = 0b111;
+const LENGTH_MASK: u32 = 0xfff;
+const CHECK_LOW_BITS: u32 = 32 - CHECK_SHIFT;
+const LOCATION_BITS: u32 = Location::BITS;
+const LOCATION_MASK: u64 = (1 << LOCATION_BITS) - 1;
+
+const _: () = assert!(LOCATION_BITS + 32 - CHECK_LOW_BITS == 64);
+const _: () = assert!(PAGE_SIZE - 1 == LENGTH_MASK as usize);
+const _: () = assert!(LENGTH_SHIFT + LENGTH_MASK.count_ones() == CHECK_SHIFT);
+
+const ABSENT: u32 = 0;
+const SAME_FILLED: u32 = 1;
+const COMPRESSED: u32 = 2;
+const RAW: u32 = 3;
+const ON_BACKING: u32 = 4;
+
+/// What a slot says about its page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Slot {
+    /// Never written, or discarded.
+    Absent,
+    /// One word repeated; holds no object.
+    SameFilled { word: u64 },
+    /// An object in the arena.
+    Stored(Object),
+    /// Written back to the backing device; the payload is the extent. Nothing produces it yet.
+    OnBacking { extent: u64 },
+    /// The words contradict themselves: memory has been damaged.
+    Damaged,
+}
+
+/// Where an object is, how long, and what it must hash to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Object {
+    /// `None`: the page itself, not compressed.
+    pub codec: Option<CodecId>,
+    pub location: Location,
+    pub length: u16,
+    pub checksum: u32,
+}
+
+/// Spreads a same-filled word over the 16 bits that check it.
+fn word_check(word: u64) -> u32 {
+    (word.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48) as u32
+}
+
+impl Slot {
+    /// The two words; lock bits are clear.
+    pub fn pack(self, age: u8) -> (u32, u64) {
+        let head = |state: u32| state << STATE_SHIFT | u32::from(age) << AGE_SHIFT;
+        match self {
+            Slot::Absent | Slot::Damaged => (0, 0),
+            Slot::SameFilled { word } => (head(SAME_FILLED) | word_check(word) << LENGTH_SHIFT, word),
+            Slot::OnBacking { extent } => (head(ON_BACKING), extent),
+            Slot::Stored(object) => {
+                let state = if object.codec.is_some() { COMPRESSED } else { RAW };
+                let codec = object.codec.map_or(0, |id| u32::from(id.0));
+                let length = u32::from(object.length) - 1;
+                let meta = head(state) | codec << CODEC_SHIFT | length << LENGTH_SHIFT | object.checksum << CHECK_SHIFT;
+                (meta, object.location.0 | u64::from(object.checksum >> CHECK_LOW_BITS) << LOCATION_BITS)
+            }
+        }
+    }
+
+    /// What the two words mean.
+    pub fn unpack(meta: u32, payload: u64) -> Slot {
+        match state(meta) {
+            ABSENT => Slot::Absent,
+            SAME_FILLED if meta >> LENGTH_SHIFT == word_check(payload) => Slot::SameFilled { word: payload },
+            ON_BACKING => Slot::OnBacking { extent: payload },
+            stored @ (COMPRESSED | RAW) => Slot::Stored(Object {
+                codec: (stored == COMPRESSED).then_some(CodecId((meta >> CODEC_SHIFT) as u8 & CodecId::MASK)),
+                location: Location(payload & LOCATION_MASK),
+                length: ((meta >> LENGTH_SHIFT) & LENGTH_MASK) as u16 + 1,
+                checksum: meta >> CHECK_SHIFT | ((payload >> LOCATION_BITS) as u32) << CHECK_LOW_BITS,
+            }),
+            _ => Slot::Damaged,
+        }
+    }
+}
+
+fn state(meta: u32) -> u32 {
+    meta >> STATE_SHIFT & STATE_MASK
+}
+
+/// Whether the page is there in any form. Needs no lock: one word decides.
+pub(crate) fn is_present(meta: u32) -> bool {
+    state(meta) != ABSENT
+}
+
+/// Whether the page is one word repeated.
+pub(crate) fn is_same_filled(meta: u32) -> bool {
+    state(meta) == SAME_FILLED
+}
+
+/// Whether the page has an object in the arena.
+pub(crate) fn is_stored(meta: u32) -> bool {
+    matches!(state(meta), COMPRESSED | RAW)
+}
+
+/// The payload with another location: what compaction changes, and all it changes.
+pub(crate) fn with_location(payload: u64, location: Location) -> u64 {
+    payload & !LOCATION_MASK | location.0
+}
+
+/// The store's age when the page was last written or read.
+pub(crate) fn age(meta: u32) -> u8 {
+    (meta >> AGE_SHIFT) as u8
+}
+
+/// The same slot, used now.
+pub(crate) fn with_age(meta: u32, age: u8) -> u32 {
+    meta & !(0xff << AGE_SHIFT) | u32::from(age) << AGE_SHIFT
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn every_stored_slot_survives_packing(
+            location in 0u64..1 << 36, length in 1u16..=4096, checksum: u32, age: u8, codec in proptest::option::of(0u8..8),
+        ) {
+            let object = Object { codec: codec.map(CodecId), location: Location(location), length, checksum };
+            let (meta, payload) = Slot::Stored(object).pack(age);
+            prop_assert_eq!(meta & (LOCKED | WAITERS), 0);
+            prop_assert_eq!(Slot::unpack(meta, payload), Slot::Stored(object));
+            prop_assert_eq!(super::age(meta), age);
+            let moved = with_location(payload, Location(location ^ 1));
+            prop_assert_eq!(Slot::unpack(meta, moved), Slot::Stored(Object { location: Location(location ^ 1), ..object }));
+        }
+
+        #[test]
+        fn every_same_filled_slot_survives_packing(word: u64, age: u8) {
+            let (meta, payload) = Slot::SameFilled { word }.pack(age);
+            prop_assert_eq!(Slot::unpack(meta, payload), Slot::SameFilled { word });
+            prop_assert!(is_same_filled(meta) && is_present(meta) && !is_stored(meta));
+        }
+    }
+
+    #[test]
+    fn a_flipped_bit_in_a_same_filled_word_is_noticed() {
+        for word in [0u64, u64::MAX, 0x1234_5678_9abc_def0] {
+            let (meta, payload) = Slot::SameFilled { word }.pack(0);
+            for bit in 0..64 {
+                assert_eq!(Slot::unpack(meta, payload ^ 1 << bit), Slot::Damaged, "bit {bit}");
+            }
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! The store: one arena, one budget, the pools that share them.
+
+use alloc::sync::Arc;
+use core::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering::Relaxed};
+
+use crate::arena::Arena;
+use crate::budget::Budget;
+use crate::codec::{Dictionaries, DictionaryId};
+use crate::compact::Registry;
+use crate::config::{PoolConfig, StoreConfig};
+use crate::error::StoreError;
+use crate::lock::Mutex;
+use crate::pool::Pool;
+use crate::table::Tables;
+
+/// The least address range for tables: dense tables of 20 GiB of pages, or a thousand pages far from each other.
+const TABLE_RESERVE_LEAST: u64 = 64 << 20;
+
+/// Compressed pages of any number of pools, in one arena, under one limit.
+pub struct Store {
+    pub(crate) arena: Arena,
+    pub(crate) tables: Tables,
+    pub(crate) budget: Budget,
+    pub(crate) dictionaries: Dictionaries,
+    pub(crate) registry: Mutex<Registry>,
+    workers: AtomicUsize,
+    pools: AtomicU64,
+    age: AtomicU8,
+}
+
+impl Store {
+    /// Reserves addresses; memory comes as pages are stored.
+    ///
+    /// # Errors
+    /// [`StoreError::MemoryRefused`] when the address range is not to be had (RLIMIT_AS).
+    pub fn new(config: StoreConfig) -> Result<Arc<Store>, StoreError> {
+        let table_bytes = (config.reserve_bytes / 16).max(TABLE_RESERVE_LEAST);
+        Ok(Arc::new(Store {
+            arena: Arena::reserve(config.reserve_bytes, config.lock_in_ram)?,
+            tables: Tables::reserve(table_bytes as usize, config.lock_in_ram)?,
+            budget: Budget::new(config.limit_bytes),
+            dictionaries: Dictionaries::new(),
+            registry: Mutex::new(Registry::new()),
+            workers: AtomicUsize::new(0),
+            pools: AtomicU64::new(0),
+            age: AtomicU8::new(0),
+        }))
+    }
+
+    /// An empty pool in this store.
+    ///
+    /// # Errors
+    /// [`StoreError::NoSuchCodec`].
+    pub fn create_pool(self: &Arc<Self>, config: PoolConfig) -> Result<Arc<Pool>, StoreError> {
+        config.codec.check(&self.dictionaries)?;
+        let pool = Pool::new(self.clone(), self.pools.fetch_add(1, Relaxed), config);
+        self.registry.lock().add(pool.core());
+        Ok(Arc::new(pool))
+    }
+
+    /// Digests a zstd dictionary for `level`; any pool of this store can then use it. Allocates: for setting up.
+    ///
+    /// # Errors
+    /// [`StoreError::DictionaryRefused`] when four are loaded or it cannot be used, [`StoreError::NoSuchCodec`] for the level.
+    pub fn load_dictionary(&self, dictionary: &[u8], level: i8) -> Result<DictionaryId, StoreError> {
+        self.dictionaries.add(dictionary, level)
+    }
+
+    /// Memory the system gave for objects and tables, in bytes: pages touched, not address ranges. Workers and what the
+    /// allocator gave when pools were made (about 32 KiB each) are not in it.
+    pub fn mem_used_total_bytes(&self) -> u64 {
+        self.budget.used_bytes()
+    }
+
+    /// The most that [`Store::mem_used_total_bytes`] has been.
+    pub fn mem_used_max_bytes(&self) -> u64 {
+        self.budget.used_max_bytes()
+    }
+
+    /// The limit on memory, in bytes.
+    pub fn limit_bytes(&self) -> u64 {
+        self.budget.limit_bytes()
+    }
+
+    /// Changes the limit. Below what is used, writes are refused until discards and compaction bring it to 90 % of the
+    /// new limit; nothing stored is lost.
+    pub fn set_limit_bytes(&self, limit_bytes: u64) {
+        self.budget.set_limit_bytes(limit_bytes);
+    }
+
+    /// The age that pages written or read from now on get.
+    pub fn age(&self) -> u8 {
+        self.age.load(Relaxed)
+    }
+
+    /// Begins the next age. 256 ages later it is the same again, so whoever looks for old pages looks more often.
+    pub fn advance_age(&self) -> u8 {
+        self.age.fetch_add(1, Relaxed).wrapping_add(1)
+    }
+
+    /// Address and length of the ranges the store keeps its pages and tables in. A pager must not evict them.
+    pub fn memory_ranges(&self) -> [(usize, usize); 5] {
+        let [objects, descriptors] = self.arena.ranges();
+        let [leaves, headers, nodes] = self.tables.ranges();
+        [objects, descriptors, leaves, headers, nodes]
+    }
+
+    pub(crate) fn next_worker(&self) -> usize {
+        self.workers.fetch_add(1, Relaxed)
+    }
+}

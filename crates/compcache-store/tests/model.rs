@@ -1,0 +1,361 @@
+//! A pool is an array of pages: random walks over all operations, codecs, limits, threads and planted bugs.
+//!
+//! `COMPCACHE_TEST_SEED=n` repeats one seed; `COMPCACHE_TEST_SCALE=n` walks n times as far.
+
+#[path = "model/checker.rs"]
+mod checker;
+#[path = "model/content.rs"]
+mod content;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use checker::{Divergence, Pages, Walk, Walked};
+use compcache_store::{
+    Codec, Page, PageIndex, Pool, PoolConfig, PoolStats, Read, Store, StoreConfig, StoreError, Worker, train_dictionary,
+};
+
+fn clock() -> u64 {
+    static NOW: AtomicU64 = AtomicU64::new(0);
+    NOW.fetch_add(1, Ordering::Relaxed)
+}
+
+fn scale() -> u64 {
+    std::env::var("COMPCACHE_TEST_SCALE").ok().and_then(|scale| scale.parse().ok()).unwrap_or(1)
+}
+
+fn seeds(count: u64) -> Vec<u64> {
+    match std::env::var("COMPCACHE_TEST_SEED").ok().and_then(|seed| seed.parse().ok()) {
+        Some(seed) => vec![seed],
+        None => (1..=count).collect(),
+    }
+}
+
+/// A pool with a worker, as a walk sees it.
+struct Subject {
+    store: Arc<Store>,
+    pool: Arc<Pool>,
+    worker: Worker,
+    codecs: Vec<Codec>,
+    limited: bool,
+}
+
+impl Subject {
+    fn new(store: &Arc<Store>, pool: &Arc<Pool>, codecs: &[Codec], limited: bool) -> Subject {
+        let worker = Worker::new(store, clock).unwrap();
+        Subject { store: store.clone(), pool: pool.clone(), worker, codecs: codecs.to_vec(), limited }
+    }
+}
+
+impl Pages for Subject {
+    fn write(&mut self, index: PageIndex, page: &Page) -> Result<(), StoreError> {
+        self.pool.write(&mut self.worker, index, page).map(|_| ())
+    }
+
+    fn write_run(&mut self, first: PageIndex, pages: &[Page]) -> Result<(), usize> {
+        self.pool.write_run(&mut self.worker, first, pages).map_err(|failed| failed.done)
+    }
+
+    fn read(&mut self, index: PageIndex, page: &mut Page, take: bool) -> Result<Read, StoreError> {
+        if take { self.pool.take(&mut self.worker, index, page) } else { self.pool.read(&mut self.worker, index, page) }
+    }
+
+    fn read_run(&mut self, first: PageIndex, pages: &mut [Page], found: &mut [Read]) -> Result<(), StoreError> {
+        self.pool.read_run(&mut self.worker, first, pages, found).map_err(|failed| failed.error)
+    }
+
+    fn contains(&mut self, index: PageIndex) -> bool {
+        self.pool.contains(index)
+    }
+
+    fn discard(&mut self, index: PageIndex) -> bool {
+        self.pool.discard(index)
+    }
+
+    fn discard_range(&mut self, first: PageIndex, count: u64) -> u64 {
+        self.pool.discard_range(first, count)
+    }
+
+    fn move_slot(&mut self, from: PageIndex, to: PageIndex) -> Result<bool, StoreError> {
+        self.pool.move_slot(from, to)
+    }
+
+    fn move_range(&mut self, from: PageIndex, to: PageIndex, count: u64) -> Result<u64, StoreError> {
+        self.pool.move_range(from, to, count)
+    }
+
+    fn stored(&mut self, first: PageIndex, count: u64) -> Vec<PageIndex> {
+        let mut found = Vec::new();
+        self.pool.for_each_stored(first, count, |index| found.push(index));
+        found
+    }
+
+    fn disturb(&mut self, random: u64) {
+        match random % 4 {
+            0 => {
+                let codec = self.codecs[(random >> 8) as usize % self.codecs.len()];
+                self.pool.set_codec(codec).unwrap();
+            }
+            1 if self.limited => {
+                let used = self.store.mem_used_total_bytes();
+                self.store.set_limit_bytes(used + (random >> 8) % (used / 4 + 1));
+            }
+            2 => {
+                self.store.advance_age();
+            }
+            _ => {
+                self.store.compact(&mut self.worker, 1 + (random >> 8) as usize % 500);
+            }
+        }
+    }
+}
+
+/// Every codec there is; the levels are the cheap ones, the others have a test of their own.
+fn all_codecs(store: &Store) -> Vec<Codec> {
+    let samples: Vec<Page> = (0..400)
+        .map(|index| {
+            let mut page = [0; 4096];
+            content::fill(&mut page, 77, index, 1);
+            page
+        })
+        .collect();
+    let dictionary = train_dictionary(&samples, 16 << 10).unwrap();
+    let id = store.load_dictionary(&dictionary, 1).unwrap();
+    vec![Codec::Lz4, Codec::Zstd { level: 1 }, Codec::Zstd { level: -3 }, Codec::ZstdDictionary(id)]
+}
+
+fn small_store() -> Arc<Store> {
+    Store::new(StoreConfig { reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap()
+}
+
+/// After everything is discarded and compaction has finished, nothing is held.
+fn assert_nothing_leaks(store: &Arc<Store>, pool: &Arc<Pool>) {
+    pool.discard_range(PageIndex(0), PageIndex::LIMIT);
+    let stats = pool.stats();
+    let gauges = |stats: &PoolStats| [stats.orig_data_size, stats.compr_data_size, stats.same_pages, stats.slot_bytes];
+    assert_eq!(gauges(&stats), [0; 4], "{stats:?}");
+    let mut worker = Worker::new(store, clock).unwrap();
+    while !store.compact(&mut worker, 1000).finished {}
+    let used = store.mem_used_total_bytes();
+    assert!(used <= 256 << 10, "{used} bytes are held by an empty store");
+}
+
+fn walk_alone(seed: u64, operations: u64) -> Result<Walked, Divergence> {
+    let store = small_store();
+    let codecs = all_codecs(&store);
+    let codec = codecs[seed as usize % codecs.len()];
+    let pool = store.create_pool(PoolConfig { codec, ..PoolConfig::default() }).unwrap();
+    let mut subject = Subject::new(&store, &pool, &codecs, seed.is_multiple_of(2));
+    let mut walk = Walk::new(seed, 0);
+    let walked = walk.run(&mut subject, operations)?;
+    walk.check_all(&mut subject)?;
+    drop(subject);
+    assert_nothing_leaks(&store, &pool);
+    Ok(walked)
+}
+
+#[test]
+fn a_pool_is_an_array_of_pages() {
+    let mut total = Walked::default();
+    for seed in seeds(24) {
+        let walked = walk_alone(seed, 20_000 * scale()).unwrap_or_else(|divergence| panic!("{divergence}"));
+        total.operations += walked.operations;
+        total.refused += walked.refused;
+    }
+    println!("{total:?}");
+    assert!(std::env::var("COMPCACHE_TEST_SEED").is_ok() || total.refused > 0, "no walk ever met the limit");
+}
+
+#[test]
+fn a_pool_is_an_array_of_pages_for_every_thread_while_others_write_discard_and_compact() {
+    const THREADS: u64 = 4;
+    for seed in seeds(8) {
+        let store = small_store();
+        let codecs = all_codecs(&store);
+        let pool = store.create_pool(PoolConfig::default()).unwrap();
+        let other = store.create_pool(PoolConfig { codec: codecs[1], ..PoolConfig::default() }).unwrap();
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                // Two walks in each pool; their stretches lie next to each other, so they share leaves and spans.
+                let pool = if thread % 2 == 0 { &pool } else { &other };
+                let (store, codecs) = (&store, &codecs);
+                scope.spawn(move || {
+                    let mut subject = Subject::new(store, pool, codecs, seed.is_multiple_of(2));
+                    let mut walk = Walk::new(seed * 100 + thread, thread / 2 * 1500);
+                    walk.run(&mut subject, 20_000 * scale()).unwrap_or_else(|divergence| panic!("{divergence}"));
+                    walk.check_all(&mut subject).unwrap_or_else(|divergence| panic!("{divergence}"));
+                });
+            }
+        });
+        drop(other);
+        assert_nothing_leaks(&store, &pool);
+    }
+}
+
+/// Pages that several threads write: what is read must be, whole, one of the generations written to that page.
+#[test]
+fn a_page_written_by_many_is_always_one_of_their_writes() {
+    const PAGES: u64 = 64;
+    let store = small_store();
+    let codecs = all_codecs(&store);
+    let pool = store.create_pool(PoolConfig::default()).unwrap();
+    let issued: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
+    let reads = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            let (store, pool, codecs, issued, reads) = (&store, &pool, &codecs, &issued, &reads);
+            scope.spawn(move || {
+                let mut rng = fastrand::Rng::with_seed(thread + 1);
+                let mut worker = Worker::new(store, clock).unwrap();
+                for _ in 0..60_000 * scale() {
+                    let index = rng.u64(0..PAGES);
+                    let mut page = [0; 4096];
+                    match rng.u32(0..100) {
+                        0..45 => {
+                            let generation = issued[index as usize].fetch_add(1, Ordering::SeqCst) + 1;
+                            stamped(&mut page, index, generation);
+                            pool.write(&mut worker, PageIndex(index), &page).unwrap();
+                        }
+                        45..90 => {
+                            let take = rng.u32(0..10) == 0;
+                            let read = match take {
+                                true => pool.take(&mut worker, PageIndex(index), &mut page),
+                                false => pool.read(&mut worker, PageIndex(index), &mut page),
+                            };
+                            if read.unwrap() == Read::Done {
+                                assert_is_one_written(&page, index, issued[index as usize].load(Ordering::SeqCst));
+                                reads.fetch_add(1, Ordering::Relaxed);
+                            }
+                        }
+                        90..94 => _ = pool.discard(PageIndex(index)),
+                        94..96 => pool.set_codec(codecs[rng.usize(0..codecs.len())]).unwrap(),
+                        96..98 => _ = store.compact(&mut worker, 50),
+                        _ => {
+                            // Out and back; what it passes over on the way is another page's and nobody else's business.
+                            let aside = PageIndex((1 << 20) + thread * 5000 + index);
+                            pool.move_slot(PageIndex(index), aside).unwrap();
+                            pool.move_slot(aside, PageIndex(index)).unwrap();
+                        }
+                    }
+                }
+            });
+        }
+    });
+    assert!(reads.load(Ordering::Relaxed) > 10_000);
+    assert_nothing_leaks(&store, &pool);
+}
+
+/// A content that carries its index and generation.
+fn stamped(page: &mut Page, index: u64, generation: u64) {
+    content::fill(page, 5, index, generation);
+    page[..8].copy_from_slice(&index.to_le_bytes());
+    page[8..16].copy_from_slice(&generation.to_le_bytes());
+}
+
+fn assert_is_one_written(page: &Page, index: u64, issued: u64) {
+    let generation = u64::from_le_bytes(page[8..16].try_into().unwrap());
+    let mut expected = [0; 4096];
+    stamped(&mut expected, index, generation);
+    assert!((1..=issued).contains(&generation) && *page == expected, "page {index} is nobody's write");
+}
+
+/// What a planted bug does to a read.
+#[derive(Clone, Copy)]
+enum Bug {
+    FlippedBit,
+    StalePage,
+    ForgottenDiscard,
+    WriteLost,
+}
+
+/// A pool with a bug, once in some thousand operations.
+struct Buggy {
+    subject: Subject,
+    bug: Bug,
+    operations: u64,
+    last: Page,
+}
+
+impl Buggy {
+    fn strikes(&mut self) -> bool {
+        self.operations += 1;
+        self.operations.is_multiple_of(997)
+    }
+}
+
+impl Pages for Buggy {
+    fn write(&mut self, index: PageIndex, page: &Page) -> Result<(), StoreError> {
+        if matches!(self.bug, Bug::WriteLost) && self.strikes() {
+            return Ok(());
+        }
+        self.subject.write(index, page)
+    }
+
+    fn read(&mut self, index: PageIndex, page: &mut Page, take: bool) -> Result<Read, StoreError> {
+        let read = self.subject.read(index, page, take)?;
+        if read == Read::Done && matches!(self.bug, Bug::FlippedBit | Bug::StalePage) {
+            let before = core::mem::replace(&mut self.last, *page);
+            if self.strikes() {
+                match self.bug {
+                    Bug::FlippedBit => page[4095] ^= 0x10,
+                    _ => *page = before,
+                }
+            }
+        }
+        Ok(read)
+    }
+
+    fn discard(&mut self, index: PageIndex) -> bool {
+        if matches!(self.bug, Bug::ForgottenDiscard) && self.strikes() {
+            return self.subject.contains(index);
+        }
+        self.subject.discard(index)
+    }
+
+    fn write_run(&mut self, first: PageIndex, pages: &[Page]) -> Result<(), usize> {
+        self.subject.write_run(first, pages)
+    }
+
+    fn read_run(&mut self, first: PageIndex, pages: &mut [Page], found: &mut [Read]) -> Result<(), StoreError> {
+        self.subject.read_run(first, pages, found)
+    }
+
+    fn contains(&mut self, index: PageIndex) -> bool {
+        self.subject.contains(index)
+    }
+
+    fn discard_range(&mut self, first: PageIndex, count: u64) -> u64 {
+        self.subject.discard_range(first, count)
+    }
+
+    fn move_slot(&mut self, from: PageIndex, to: PageIndex) -> Result<bool, StoreError> {
+        self.subject.move_slot(from, to)
+    }
+
+    fn move_range(&mut self, from: PageIndex, to: PageIndex, count: u64) -> Result<u64, StoreError> {
+        self.subject.move_range(from, to, count)
+    }
+
+    fn stored(&mut self, first: PageIndex, count: u64) -> Vec<PageIndex> {
+        self.subject.stored(first, count)
+    }
+
+    fn disturb(&mut self, random: u64) {
+        self.subject.disturb(random);
+    }
+}
+
+#[test]
+fn a_planted_bug_is_caught_by_the_same_walk() {
+    for bug in [Bug::FlippedBit, Bug::StalePage, Bug::ForgottenDiscard, Bug::WriteLost] {
+        let caught = (1..=20).any(|seed| {
+            let store = small_store();
+            let pool = store.create_pool(PoolConfig::default()).unwrap();
+            let subject = Subject::new(&store, &pool, &[Codec::Lz4], false);
+            let mut buggy = Buggy { subject, bug, operations: 0, last: [0; 4096] };
+            let mut walk = Walk::new(seed, 0);
+            walk.run(&mut buggy, 20_000).is_err() || walk.check_all(&mut buggy).is_err()
+        });
+        assert!(caught, "bug {} was not noticed", bug as u8);
+    }
+}

@@ -1,0 +1,202 @@
+//! `compcache doctor`: which ways in work on this machine, and why not.
+//!
+//! Gathered once as plain facts ([`Facts`]), which `--json` prints as they are and the other form tells in lines.
+
+use std::fmt::{self, Display};
+use std::io::{self, Write};
+use std::path::Path;
+use std::process::ExitCode;
+
+use rustix::fs::Access;
+use serde::Serialize;
+
+use crate::cgroup;
+use crate::cli::DoctorArgs;
+use crate::kernel::{self, pagemap_scan, userfaultfd};
+use crate::run;
+use crate::size::Shown;
+
+/// The oldest kernel with a way to move pages out of a program that runs (MREMAP_DONTUNMAP of any mapping).
+const OLDEST_KERNEL: (u32, u32) = (5, 13);
+
+/// What is known of this machine.
+#[derive(Serialize)]
+struct Facts {
+    version: &'static str,
+    kernel: String,
+    architecture: &'static str,
+    ram_bytes: u64,
+    memory_cgroup_limit_bytes: Option<u64>,
+    memory_cgroup_file: Option<String>,
+    userfaultfd: Option<&'static str>,
+    userfaultfd_events: bool,
+    userfaultfd_move: bool,
+    userfaultfd_write_protect: bool,
+    pagemap_scan: bool,
+    transparent_hugepages: Option<String>,
+    zram: bool,
+    zswap: Option<bool>,
+    swap_in_use: bool,
+    ublk: Device,
+    fuse: Device,
+    loop_control: Device,
+    nbd: Device,
+    preload_object: Option<String>,
+    run: Way,
+    disk: Way,
+    swap: Way,
+    mount: Way,
+}
+
+/// A device node of the kernel's.
+#[derive(Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Device {
+    Absent,
+    Forbidden,
+    Usable,
+}
+
+/// One way in.
+#[derive(Serialize)]
+struct Way {
+    works: bool,
+    /// What stands in the way, or what is worth knowing.
+    why: Option<String>,
+}
+
+impl Way {
+    fn not_in_this_version() -> Self {
+        Self { works: false, why: Some("not in this version".into()) }
+    }
+}
+
+/// Prints the facts; the status says whether `run` works.
+pub fn doctor(args: &DoctorArgs) -> ExitCode {
+    let facts = Facts::gather();
+    let text = match args.json {
+        true => serde_json::to_string_pretty(&facts).expect("facts are always JSON") + "\n",
+        false => facts.to_string(),
+    };
+    // A reader that has seen enough (`| head`) is no failure.
+    let _ = io::stdout().write_all(text.as_bytes());
+    if facts.run.works { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+impl Facts {
+    fn gather() -> Self {
+        let kernel = kernel::release();
+        let cgroup = cgroup::memory_limit();
+        let uffd = userfaultfd::probe();
+        let features = uffd.map_or(userfaultfd::Features(0), |granted| granted.features);
+        let object = run::find_object();
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            architecture: std::env::consts::ARCH,
+            ram_bytes: kernel::ram_bytes(),
+            memory_cgroup_limit_bytes: cgroup.as_ref().map(|limit| limit.bytes),
+            memory_cgroup_file: cgroup.map(|limit| limit.file.display().to_string()),
+            userfaultfd: uffd.ok().map(|granted| granted.way.name()),
+            userfaultfd_events: features.events(),
+            userfaultfd_move: features.moves(),
+            userfaultfd_write_protect: features.write_protect(),
+            pagemap_scan: pagemap_scan::works(),
+            transparent_hugepages: kernel::setting("/sys/kernel/mm/transparent_hugepage/enabled")
+                .and_then(|line| kernel::chosen(&line).map(str::to_owned)),
+            zram: Path::new("/sys/class/zram-control").exists(),
+            zswap: kernel::setting("/sys/module/zswap/parameters/enabled").map(|enabled| enabled == "Y"),
+            swap_in_use: std::fs::read_to_string("/proc/swaps").is_ok_and(|swaps| swaps.lines().count() > 1),
+            ublk: device("/dev/ublk-control"),
+            fuse: device("/dev/fuse"),
+            loop_control: device("/dev/loop-control"),
+            nbd: device("/dev/nbd0"),
+            preload_object: object.as_ref().ok().map(|path| path.display().to_string()),
+            run: run_works(&kernel, uffd, object.err()),
+            disk: Way::not_in_this_version(),
+            swap: Way::not_in_this_version(),
+            mount: Way::not_in_this_version(),
+            kernel,
+        }
+    }
+}
+
+fn run_works(
+    kernel: &str,
+    uffd: Result<userfaultfd::Granted, userfaultfd::Refused>,
+    no_object: Option<anyhow::Error>,
+) -> Way {
+    let granted = match uffd {
+        Ok(granted) => granted,
+        Err(refused) => return Way { works: false, why: Some(run::explain_refusal(&refused)) },
+    };
+    let old = kernel::version(kernel).is_some_and(|version| version < OLDEST_KERNEL);
+    let why = if old || !granted.features.events() {
+        Some("the kernel is too old: Linux 5.13 or newer is needed".to_owned())
+    } else {
+        no_object.map(|error| format!("{error:#}"))
+    };
+    if why.is_some() {
+        return Way { works: false, why };
+    }
+    let older = "pages leave by the older, slower way: this kernel has no UFFDIO_MOVE (Linux 6.8)";
+    Way { works: true, why: (!granted.features.moves()).then(|| older.to_owned()) }
+}
+
+fn device(path: &str) -> Device {
+    match rustix::fs::access(path, Access::READ_OK | Access::WRITE_OK) {
+        Ok(()) => Device::Usable,
+        Err(rustix::io::Errno::NOENT) => Device::Absent,
+        Err(_) => Device::Forbidden,
+    }
+}
+
+impl Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Absent => "absent",
+            Self::Forbidden => "not permitted",
+            Self::Usable => "usable",
+        })
+    }
+}
+
+impl Display for Facts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let yes = |flag: bool| if flag { "yes" } else { "no" };
+        let row = |f: &mut fmt::Formatter<'_>, name: &str, value: &dyn Display| writeln!(f, "  {name:<24}{value}");
+        writeln!(f, "compcache {} on Linux {} ({})", self.version, self.kernel, self.architecture)?;
+        writeln!(f, "\nmemory")?;
+        row(f, "RAM", &Shown(self.ram_bytes))?;
+        match (self.memory_cgroup_limit_bytes, &self.memory_cgroup_file) {
+            (Some(bytes), Some(file)) => row(f, "memory cgroup limit", &format!("{} ({file})", Shown(bytes)))?,
+            _ => row(f, "memory cgroup limit", &"none")?,
+        }
+        row(f, "transparent huge pages", &self.transparent_hugepages.as_deref().unwrap_or("not in this kernel"))?;
+        row(f, "swap in use", &yes(self.swap_in_use))?;
+        row(f, "kernel zram", &if self.zram { "present" } else { "absent" })?;
+        let zswap = self.zswap.map_or("absent", |on| if on { "on" } else { "off" });
+        row(f, "kernel zswap", &zswap)?;
+        writeln!(f, "\npaging")?;
+        row(f, "userfaultfd", &self.userfaultfd.map_or("no".to_owned(), |way| format!("yes, by {way}")))?;
+        row(f, "- events", &yes(self.userfaultfd_events))?;
+        row(f, "- UFFDIO_MOVE", &yes(self.userfaultfd_move))?;
+        row(f, "- write protection", &yes(self.userfaultfd_write_protect))?;
+        row(f, "PAGEMAP_SCAN", &yes(self.pagemap_scan))?;
+        row(f, "preload object", &self.preload_object.as_deref().unwrap_or("missing"))?;
+        writeln!(f, "\nblock devices and file systems")?;
+        row(f, "ublk", &self.ublk)?;
+        row(f, "FUSE", &self.fuse)?;
+        row(f, "loop", &self.loop_control)?;
+        row(f, "NBD", &self.nbd)?;
+        writeln!(f, "\nways in")?;
+        for (name, way) in [("run", &self.run), ("disk", &self.disk), ("swap", &self.swap), ("mount", &self.mount)] {
+            let why = way.why.as_deref().unwrap_or_default();
+            match (way.works, why) {
+                (true, "") => writeln!(f, "  compcache {name:<14}works")?,
+                (true, why) => writeln!(f, "  compcache {name:<14}works; {why}")?,
+                (false, why) => writeln!(f, "  compcache {name:<14}no: {why}")?,
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,26 @@
+//! The command line of compcache: flags and glue. What it does lives in [`run`], [`doctor`] and the crates below.
+
+#![deny(unsafe_code)]
+
+mod cgroup;
+mod cli;
+mod doctor;
+mod kernel;
+mod pages;
+mod run;
+mod size;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::cli::{Cli, Command};
+
+fn main() -> ExitCode {
+    match Cli::parse().command {
+        Command::Run(args) => run::run(args),
+        Command::Doctor(args) => doctor::doctor(&args),
+        Command::Completions { shell } => pages::completions(shell),
+        Command::Man { dir } => pages::man(&dir),
+    }
+}

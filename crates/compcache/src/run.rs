@@ -1,0 +1,62 @@
+//! `compcache run`: any program, and all it starts, in less RAM.
+//!
+//! The work is done inside the program, by the pager that a preloaded object puts there. Here we only prepare and watch:
+//!
+//! 1. [`preflight`]: what cannot work is said before the program starts, with the remedy.
+//! 2. [`region`]: the memory by which all pagers of the tree share one budget.
+//! 3. [`supervise`]: starts the program, passes signals and the exit status on, keeps [`stats`].
+//! 4. [`summary`]: what it was worth, on one screen of standard error.
+//!
+//! The supervisor may be killed at any instant: the program goes on as it is, and the next `compcache run` removes what
+//! is left.
+
+mod elf;
+mod failure;
+mod limits;
+mod preflight;
+mod program;
+mod region;
+mod signals;
+mod stats;
+mod summary;
+mod supervise;
+
+use std::process::ExitCode;
+
+pub use failure::{STATUS_FAILED, say};
+pub use preflight::{explain as explain_refusal, find_object};
+
+use crate::cli::RunArgs;
+use crate::run::failure::Failure;
+use crate::run::limits::Limits;
+use crate::run::region::TreeRegion;
+use crate::run::stats::StatsFile;
+use crate::run::supervise::{Outcome, Run};
+
+/// Runs the program, says what it was worth, and ends as the program did.
+pub fn run(args: RunArgs) -> ExitCode {
+    match supervised(args) {
+        Ok(outcome) => outcome.pass_on(),
+        Err(failure) => failure.report(),
+    }
+}
+
+fn supervised(args: RunArgs) -> Result<Outcome, Failure> {
+    let limits = Limits::choose(args.ram, args.resident)?;
+    let ready = preflight::check(&args)?;
+    let stats = args.stats.as_deref().map(StatsFile::create).transpose()?;
+    region::leftovers::sweep();
+    let region = TreeRegion::create(&limits, args.codec, ready.eviction)?;
+    let mut run = Run::start(&ready, &args.program, &region, stats)?;
+    let outcome = run.watch()?;
+    let stats = run.finish(outcome);
+    if !args.quiet {
+        say(&summary::render(&stats, &ready.name()));
+    }
+    if let Some(left) = region.remove_unless_in_use()
+        && !args.quiet
+    {
+        say(&format!("compcache: {left}\n"));
+    }
+    Ok(outcome)
+}

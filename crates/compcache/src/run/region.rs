@@ -1,0 +1,156 @@
+//! The region's file: one directory per tree in memory, which every pager of the tree can map and nobody else can name.
+//!
+//! | path                            | mode | why                                                               |
+//! |---------------------------------|------|-------------------------------------------------------------------|
+//! | `/dev/shm/compcache-run-7f3a…/` | 0711 | the name is 128 random bits: unguessable, and never listed inside |
+//! | `region` in it                  | 0666 | a child that changed its user must map it too                     |
+//!
+//! The supervisor holds a lock on the directory (which only its owner can open). A directory without the lock belonged to
+//! a supervisor that was killed, and the next one removes it, unless a process in it still lives: see [`leftovers`].
+
+pub mod leftovers;
+mod mapping;
+
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering::Relaxed;
+
+use compcache_pager::shared::{self, EvictionWay, Region};
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::rand::{GetRandomFlags, getrandom};
+
+use crate::cli::Codec;
+use crate::run::limits::Limits;
+use mapping::Mapping;
+
+const PREFIX: &str = "compcache-run-";
+const FILE: &str = "region";
+
+/// The directories that may hold regions, best first.
+fn places() -> Vec<PathBuf> {
+    let temporary = std::env::var_os("TMPDIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
+    [Some(PathBuf::from("/dev/shm")), temporary, Some(PathBuf::from("/tmp"))].into_iter().flatten().collect()
+}
+
+/// The region of a tree, and its place in the file system.
+pub struct TreeRegion {
+    dir: PathBuf,
+    file: PathBuf,
+    mapping: Mapping,
+    /// Whether processes of the tree go on in it, once that is known.
+    in_use: Option<bool>,
+    /// Held while the supervisor lives.
+    _lock: File,
+}
+
+impl TreeRegion {
+    /// Creates the region, and fills in what the pagers are to do.
+    pub fn create(limits: &Limits, codec: Codec, eviction: EvictionWay) -> anyhow::Result<Self> {
+        let tree = Self::create_somewhere()?;
+        let header = &tree.region().header;
+        header.version.store(shared::VERSION, Relaxed);
+        header.eviction_way.store(eviction as u32, Relaxed);
+        header.codec.store(codec.codec as u32, Relaxed);
+        header.codec_level.store(codec.level as u32, Relaxed);
+        header.ram_limit_bytes.store(limits.ram_bytes, Relaxed);
+        header.resident_limit_bytes.store(limits.resident_bytes, Relaxed);
+        header.magic.store(shared::MAGIC, Relaxed);
+        Ok(tree)
+    }
+
+    fn create_somewhere() -> anyhow::Result<Self> {
+        let mut failures = Vec::new();
+        for place in places() {
+            match Self::create_in(&place) {
+                Ok(tree) => return Ok(tree),
+                Err(error) => failures.push(format!("{}: {error}", place.display())),
+            }
+        }
+        anyhow::bail!(
+            "cannot create the region that the pagers share ({}).\n  \
+             Make one of these directories writable, or name another in TMPDIR; two megabytes are enough.",
+            failures.join("; ")
+        )
+    }
+
+    fn create_in(place: &Path) -> io::Result<Self> {
+        let (dir, lock) = create_dir_in(place)?;
+        let file = dir.join(FILE);
+        let mapping = create_file(&file).inspect_err(|_| remove(&dir))?;
+        Ok(Self { dir, file, mapping, in_use: None, _lock: lock })
+    }
+
+    /// The region itself.
+    pub fn region(&self) -> &Region {
+        self.mapping.region()
+    }
+
+    /// The path that the pagers map.
+    pub fn file(&self) -> &Path {
+        &self.file
+    }
+
+    /// Removes the file, or says why it stays: a process of the tree outlives the program.
+    pub fn remove_unless_in_use(mut self) -> Option<String> {
+        let in_use = leftovers::in_use(self.region(), &self.file);
+        self.in_use = Some(in_use);
+        if !in_use {
+            return None;
+        }
+        let who = match self.region().living().count() {
+            0 | 1 => "a process it started lives".into(),
+            n => format!("{n} processes it started live"),
+        };
+        let dir = self.dir.display();
+        Some(format!("{who} on, under the same limit. {dir} stays until then; a later run removes it."))
+    }
+}
+
+impl Drop for TreeRegion {
+    fn drop(&mut self) {
+        if !self.in_use.unwrap_or_else(|| leftovers::in_use(self.region(), &self.file)) {
+            remove(&self.dir);
+        }
+    }
+}
+
+/// Makes a directory and takes its lock.
+fn create_dir_in(place: &Path) -> io::Result<(PathBuf, File)> {
+    loop {
+        let dir = place.join(format!("{PREFIX}{}", random_name()?));
+        DirBuilder::new().mode(0o711).create(&dir)?;
+        // Not through the mode above, which the umask has cut.
+        fs::set_permissions(&dir, Permissions::from_mode(0o711))?;
+        let lock = File::open(&dir)?;
+        lock.lock()?;
+        // Another supervisor may have swept it away between the two: then it has no links any more.
+        if lock.metadata()?.nlink() > 0 && dir.exists() {
+            return Ok((dir, lock));
+        }
+    }
+}
+
+fn random_name() -> io::Result<String> {
+    let mut bytes = [0u8; 16];
+    getrandom(&mut bytes, GetRandomFlags::empty())?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+fn create_file(path: &Path) -> io::Result<Mapping> {
+    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
+    file.set_permissions(Permissions::from_mode(0o666))?;
+    let len = shared::REGION_BYTES as u64;
+    file.set_len(len)?;
+    // A full file system must be found out now: a page that it cannot give later ends in SIGBUS.
+    match fallocate(&file, FallocateFlags::empty(), 0, len) {
+        Ok(()) | Err(rustix::io::Errno::OPNOTSUPP) => Mapping::of(&file),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+fn remove(dir: &Path) {
+    let _ = fs::remove_file(dir.join(FILE));
+    let _ = fs::remove_dir(dir);
+}

@@ -1,0 +1,238 @@
+//! The statistics of a run, as `--stats` writes them and the summary tells them.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use compcache_pager::shared::{Counters, LATENCY_BUCKETS, Region, Trouble, bucket_floor_ns};
+use rustix::io::Errno;
+use serde::Serialize;
+
+use crate::run::failure::say;
+use crate::run::supervise::Outcome;
+
+/// What a tree of processes holds and has done. Gauges are of now, peaks and counters since the start.
+#[derive(Clone, Default, Serialize)]
+#[cfg_attr(test, derive(Debug, PartialEq))]
+pub struct Stats {
+    /// `--ram`; 0 is none.
+    pub ram_limit_bytes: u64,
+    /// `--resident`; 0 is none.
+    pub resident_limit_bytes: u64,
+    /// Resident anonymous memory of all processes.
+    pub resident_bytes: u64,
+    /// Its highest sum.
+    pub resident_peak_bytes: u64,
+    /// Memory of ours in all processes: pools, staging, stacks.
+    pub ours_bytes: u64,
+    /// The highest sum of resident memory and ours.
+    pub total_peak_bytes: u64,
+    /// Processes that live.
+    pub processes: u64,
+    /// Processes since the start.
+    pub processes_total: u64,
+    /// Pages in the pools.
+    pub pages_stored: u64,
+    /// What they were before compression.
+    pub orig_data_size_bytes: u64,
+    /// What they are now.
+    pub compr_data_size_bytes: u64,
+    /// The pools' memory with its tables.
+    pub mem_used_total_bytes: u64,
+    /// Stored pages that repeat one word.
+    pub same_pages: u64,
+    /// The highest amount of data stored.
+    pub orig_data_peak_bytes: u64,
+    /// Its compressed size at that moment.
+    pub compr_data_at_peak_bytes: u64,
+    /// The pools' memory at that moment.
+    pub mem_used_at_peak_bytes: u64,
+    /// Faults answered.
+    pub faults: u64,
+    /// Of those, from the pool.
+    pub faults_stored: u64,
+    /// Pages that left a process for staging.
+    pub evicted_pages: u64,
+    /// Of those, the ones touched before they were compressed.
+    pub refaults_staged: u64,
+    /// Pages brought back before they were asked for.
+    pub readahead_pages: u64,
+    /// Of those, the ones that saved a fault.
+    pub readahead_hits: u64,
+    /// Median of the time a fault took in the pager.
+    pub fault_p50_ns: u64,
+    /// 99 of 100 faults took no longer.
+    pub fault_p99_ns: u64,
+    /// Since the start, seconds.
+    pub wall_s: f64,
+    /// The program's status as a shell shows it, at the end.
+    pub exit_status: Option<i32>,
+    /// The program has ended.
+    pub finished: bool,
+    /// Processes that copied themselves without fork handlers and went on unpaged.
+    pub unpaged_copies: u64,
+    /// Why some process went on unpaged.
+    pub trouble: Option<String>,
+}
+
+impl Stats {
+    /// What the region says now.
+    pub fn gather(region: &Region, wall: Duration, outcome: Option<Outcome>) -> Self {
+        let now = region.totals();
+        let header = &region.header;
+        let sum = |counter: fn(&Counters) -> &AtomicU64| {
+            let living = region.living().map(|slot| counter(&slot.counters).load(Relaxed));
+            living.sum::<u64>() + counter(&header.retired).load(Relaxed)
+        };
+        let faults_of = fault_histogram(region);
+        Self {
+            ram_limit_bytes: header.ram_limit_bytes.load(Relaxed),
+            resident_limit_bytes: header.resident_limit_bytes.load(Relaxed),
+            resident_bytes: now.resident_bytes,
+            resident_peak_bytes: header.resident_peak_bytes.load(Relaxed),
+            ours_bytes: now.ours_bytes,
+            total_peak_bytes: header.total_peak_bytes.load(Relaxed),
+            processes: now.processes,
+            processes_total: header.processes_total.load(Relaxed),
+            pages_stored: now.pages_stored,
+            orig_data_size_bytes: now.orig_data_bytes,
+            compr_data_size_bytes: now.compr_data_bytes,
+            mem_used_total_bytes: now.mem_used_total_bytes,
+            same_pages: now.same_pages,
+            orig_data_peak_bytes: header.orig_data_peak_bytes.load(Relaxed),
+            compr_data_at_peak_bytes: header.compr_data_at_peak_bytes.load(Relaxed),
+            mem_used_at_peak_bytes: header.mem_used_at_peak_bytes.load(Relaxed),
+            faults: sum(|counters| &counters.faults),
+            faults_stored: sum(|counters| &counters.faults_stored),
+            evicted_pages: sum(|counters| &counters.evicted_pages),
+            refaults_staged: sum(|counters| &counters.refaults_staged),
+            readahead_pages: sum(|counters| &counters.readahead_pages),
+            readahead_hits: sum(|counters| &counters.readahead_hits),
+            fault_p50_ns: quantile_ns(&faults_of, 0.50),
+            fault_p99_ns: quantile_ns(&faults_of, 0.99),
+            wall_s: wall.as_secs_f64(),
+            exit_status: outcome.map(Outcome::status),
+            finished: outcome.is_some(),
+            unpaged_copies: header.unpaged_copies.load(Relaxed),
+            trouble: trouble(header.trouble.load(Relaxed), header.trouble_errno.load(Relaxed)),
+        }
+    }
+}
+
+fn fault_histogram(region: &Region) -> [u64; LATENCY_BUCKETS] {
+    let mut sum = [0; LATENCY_BUCKETS];
+    let living = region.living().map(|slot| &slot.counters);
+    for counters in living.chain([&region.header.retired]) {
+        for (bucket, count) in sum.iter_mut().zip(&counters.fault_ns) {
+            *bucket += count.load(Relaxed);
+        }
+    }
+    sum
+}
+
+/// The latency that `share` of all faults did not exceed by more than a bucket; 0 without faults.
+fn quantile_ns(buckets: &[u64; LATENCY_BUCKETS], share: f64) -> u64 {
+    let wanted = (buckets.iter().sum::<u64>() as f64 * share).ceil() as u64;
+    let mut seen = 0;
+    let bucket = buckets.iter().position(|count| {
+        seen += count;
+        seen >= wanted
+    });
+    if wanted == 0 { 0 } else { bucket.map_or(0, bucket_floor_ns) }
+}
+
+/// What the header's trouble means.
+fn trouble(trouble: u32, errno: u32) -> Option<String> {
+    const NO_USERFAULTFD: u32 = Trouble::NoUserfaultfd as u32;
+    const NO_MEMORY: u32 = Trouble::NoMemory as u32;
+    const NO_EVICTION_WAY: u32 = Trouble::NoEvictionWay as u32;
+    const NO_THREAD: u32 = Trouble::NoThread as u32;
+    let why = match trouble {
+        0 => return None,
+        NO_USERFAULTFD => "userfaultfd was refused",
+        NO_MEMORY => "memory for the pager was refused",
+        NO_EVICTION_WAY => "the kernel lacks what the eviction way needs",
+        NO_THREAD => "the pager's thread could not be started",
+        _ => "an unknown reason",
+    };
+    Some(match errno {
+        0 => why.into(),
+        errno => format!("{why} ({})", Errno::from_raw_os_error(errno as i32)),
+    })
+}
+
+/// The file of `--stats`, replaced as a whole each time, so that a reader never sees half of it.
+pub struct StatsFile {
+    path: PathBuf,
+    temporary: PathBuf,
+    failed: Option<io::Error>,
+}
+
+impl StatsFile {
+    /// Makes sure that `path` can be written, before the program starts.
+    pub fn create(path: &Path) -> anyhow::Result<Self> {
+        let Some(name) = path.file_name() else { bail!("--stats {}: not a file's name", path.display()) };
+        if fs::metadata(path).is_ok_and(|there| !there.is_file()) {
+            bail!("--stats {}: there is something that is not a file; it would be replaced", path.display());
+        }
+        let mut temporary = std::ffi::OsString::from(".");
+        temporary.push(name);
+        temporary.push(format!(".{}", std::process::id()));
+        let file = Self { path: path.to_owned(), temporary: path.with_file_name(temporary), failed: None };
+        fs::write(&file.temporary, "").with_context(|| {
+            format!("--stats {}: cannot write there, name a file in a directory of yours", path.display())
+        })?;
+        Ok(file)
+    }
+
+    /// Replaces the file. A failure is kept for [`StatsFile::complain`]: the program is not to suffer from it.
+    pub fn write(&mut self, stats: &Stats) {
+        let mut text = serde_json::to_string_pretty(stats).expect("numbers and words are always JSON");
+        text.push('\n');
+        let written = fs::write(&self.temporary, text).and_then(|()| fs::rename(&self.temporary, &self.path));
+        self.failed = written.err();
+    }
+
+    /// Says if the last write failed.
+    pub fn complain(&self) {
+        if let Some(error) = &self.failed {
+            say(&format!("compcache: the statistics in {} are not the last ones: {error}\n", self.path.display()));
+        }
+    }
+}
+
+impl Drop for StatsFile {
+    fn drop(&mut self) {
+        // Exists only if the last rename failed or none was made.
+        let _ = fs::remove_file(&self.temporary);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quantile_is_the_floor_of_its_bucket() {
+        let mut buckets = [0; LATENCY_BUCKETS];
+        assert_eq!(quantile_ns(&buckets, 0.5), 0);
+        buckets[20] = 98;
+        buckets[30] = 1;
+        buckets[40] = 1;
+        assert_eq!(quantile_ns(&buckets, 0.50), bucket_floor_ns(20));
+        assert_eq!(quantile_ns(&buckets, 0.98), bucket_floor_ns(20));
+        assert_eq!(quantile_ns(&buckets, 0.99), bucket_floor_ns(30));
+        assert_eq!(quantile_ns(&buckets, 1.0), bucket_floor_ns(40));
+    }
+
+    #[test]
+    fn trouble_is_told_with_its_errno() {
+        assert_eq!(trouble(0, 0), None);
+        let told = trouble(Trouble::NoUserfaultfd as u32, 1).unwrap();
+        assert!(told.starts_with("userfaultfd was refused (") && told.contains("permitted"), "{told}");
+        assert_eq!(trouble(Trouble::NoThread as u32, 0).unwrap(), "the pager's thread could not be started");
+    }
+}

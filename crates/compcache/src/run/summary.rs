@@ -1,0 +1,203 @@
+//! What a run was worth, on one screen.
+
+use std::fmt::{self, Write};
+
+use crate::run::stats::Stats;
+use crate::size::Shown;
+
+/// Growth over a limit by less than a hundredth is not worth a word.
+const NOTED_SHARE: u64 = 100;
+/// Growth by more than a tenth is more than the limit's own gap: the content did not fit.
+const GAP_SHARE: u64 = 10;
+/// A program that ran so long without a pager never got one.
+const STARTED_S: f64 = 1.0;
+
+/// The text for standard error after `program` has ended.
+pub fn render(stats: &Stats, program: &str) -> String {
+    let mut text = String::new();
+    write_summary(&mut text, stats, program).expect("a String takes everything");
+    text
+}
+
+fn write_summary(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
+    if stats.evicted_pages == 0 {
+        write_one_line(out, stats, program)?;
+    } else {
+        write_screen(out, stats, program)?;
+    }
+    write_growth(out, stats)?;
+    if let Some(why) = &stats.trouble {
+        writeln!(out, "  WARNING: a process ran unpaged, so its memory counts in no limit: {why}.")?;
+        writeln!(out, "           `compcache doctor` shows what this machine permits.")?;
+    }
+    if stats.unpaged_copies != 0 {
+        let copies = stats.unpaged_copies;
+        writeln!(out, "  note: {copies} copies made without fork handlers (raw clone) ran correctly, but unpaged.")?;
+    }
+    Ok(())
+}
+
+/// Nothing had to be compressed.
+fn write_one_line(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
+    if stats.processes_total == 0 && stats.wall_s < STARTED_S {
+        return writeln!(out, "compcache: {program} ended before it was paged.");
+    } else if stats.processes_total == 0 {
+        writeln!(out, "compcache: WARNING: {program} ran unpaged: the preloaded object did not get into it.")?;
+        return writeln!(out, "  The loader says why above, or the program was started with another environment.");
+    }
+    let limits = limits(stats);
+    match stats.total_peak_bytes {
+        // It ended before its pager measured anything.
+        0 => writeln!(out, "compcache: {program} stayed within {limits}: nothing was compressed."),
+        peak => writeln!(out, "compcache: {program} needed {} of {limits}: nothing was compressed.", Shown(peak)),
+    }
+}
+
+fn write_screen(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
+    let row = |out: &mut String, name: &str, value: String| writeln!(out, "  {name:<18}{value}");
+    let (stored, compressed) = (stats.orig_data_peak_bytes, stats.compr_data_at_peak_bytes);
+    let held = stats.mem_used_at_peak_bytes;
+    writeln!(out, "compcache: {program} ran {:.1} s with {}", stats.wall_s, limits(stats))?;
+    row(out, "peak resident", Shown(stats.resident_peak_bytes).to_string())?;
+    row(out, "peak total", format!("{} (resident and everything of ours)", Shown(stats.total_peak_bytes)))?;
+    row(out, "stored at peak", format!("{} in {}", Shown(stored), Shown(held)))?;
+    row(out, "ratio", format!("{} ({} of payload)", times(stored, compressed), Shown(compressed)))?;
+    row(out, "memory saved", Shown(stored.saturating_sub(held)).to_string())?;
+    row(
+        out,
+        "faults",
+        format!(
+            "{} ({} from the pool), p50 {}, p99 {}",
+            count(stats.faults),
+            count(stats.faults_stored),
+            Latency(stats.fault_p50_ns),
+            Latency(stats.fault_p99_ns)
+        ),
+    )?;
+    row(
+        out,
+        "evicted pages",
+        format!("{}, second chances {}", count(stats.evicted_pages), count(stats.refaults_staged)),
+    )?;
+    let hits = percent(stats.readahead_hits, stats.readahead_pages);
+    row(out, "read-ahead", format!("{} pages, {hits} were hits", count(stats.readahead_pages)))?;
+    row(out, "processes", count(stats.processes_total))
+}
+
+/// By how much a limit was exceeded, and what would help.
+fn write_growth(out: &mut String, stats: &Stats) -> fmt::Result {
+    let over = |peak: u64, limit: u64, share| (limit != 0 && peak > limit + limit / share).then(|| Shown(peak - limit));
+    let (total, ram) = (stats.total_peak_bytes, stats.ram_limit_bytes);
+    if let Some(over) = over(total, ram, GAP_SHARE) {
+        writeln!(out, "  over --ram by {over}: nothing was lost, but the content did not fit compressed.")?;
+        let enough = (total + total / 10).next_multiple_of(1 << 20) >> 20;
+        writeln!(out, "  What would help: --ram {enough}M or more, or --codec zstd (smaller, slower).")?;
+    } else if let Some(over) = over(total, ram, NOTED_SHARE) {
+        writeln!(out, "  over --ram by {over} for a moment, which is within its gap of a tenth.")?;
+    }
+    if let Some(over) = over(stats.resident_peak_bytes, stats.resident_limit_bytes, GAP_SHARE) {
+        writeln!(out, "  over --resident by {over}: it grew faster than pages could leave, or locked them.")?;
+    }
+    Ok(())
+}
+
+fn limits(stats: &Stats) -> String {
+    match (stats.ram_limit_bytes, stats.resident_limit_bytes) {
+        (ram, 0) => format!("--ram {}", Shown(ram)),
+        (0, resident) => format!("--resident {}", Shown(resident)),
+        (ram, resident) => format!("--ram {} --resident {}", Shown(ram), Shown(resident)),
+    }
+}
+
+/// `5.9`, or a word where there is nothing to divide by.
+fn times(whole: u64, part: u64) -> String {
+    match part {
+        0 if whole == 0 => "none".into(),
+        0 => "all same-filled".into(),
+        part => format!("{:.2}", whole as f64 / part as f64),
+    }
+}
+
+fn percent(part: u64, whole: u64) -> String {
+    if whole == 0 { "none".into() } else { format!("{:.0} %", part as f64 * 100.0 / whole as f64) }
+}
+
+/// `1234567` as `1 234 567`.
+fn count(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index != 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(' ');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// Nanoseconds for a reader.
+struct Latency(u64);
+
+impl fmt::Display for Latency {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            ns if ns < 1_000 => write!(f, "{ns} ns"),
+            ns if ns < 1_000_000 => write!(f, "{:.1} us", ns as f64 / 1e3),
+            ns => write!(f, "{:.1} ms", ns as f64 / 1e6),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn stats() -> Stats {
+        Stats {
+            ram_limit_bytes: 512 * MIB,
+            resident_peak_bytes: 400 * MIB,
+            total_peak_bytes: 510 * MIB,
+            processes_total: 3,
+            orig_data_peak_bytes: 1180 * MIB,
+            compr_data_at_peak_bytes: 100 * MIB,
+            mem_used_at_peak_bytes: 104 * MIB,
+            faults: 1_234_567,
+            evicted_pages: 2_000_000,
+            readahead_pages: 100,
+            readahead_hits: 97,
+            fault_p50_ns: 7_100,
+            fault_p99_ns: 1_200_000,
+            ..Stats::default()
+        }
+    }
+
+    #[test]
+    fn a_run_within_its_limit_fits_one_screen() {
+        let text = render(&stats(), "sort");
+        for part in ["ratio             11.80", "1 234 567", "1.1 GiB", "97 %", "p50 7.1 us, p99 1.2 ms", "512.0 MiB"] {
+            assert!(text.contains(part), "{part} is not in\n{text}");
+        }
+        assert!(!text.contains("would help"), "{text}");
+        assert!(text.lines().count() < 24);
+    }
+
+    #[test]
+    fn growth_over_the_limit_says_what_would_help() {
+        let text = render(&Stats { total_peak_bytes: 700 * MIB, ..stats() }, "sort");
+        assert!(text.contains("over --ram by 188.0 MiB") && text.contains("--codec zstd"), "{text}");
+    }
+
+    #[test]
+    fn a_program_that_fits_gets_one_line() {
+        let text = render(&Stats { evicted_pages: 0, total_peak_bytes: 90 * MIB, ..stats() }, "sort");
+        assert_eq!(text, "compcache: sort needed 90.0 MiB of --ram 512.0 MiB: nothing was compressed.\n");
+    }
+
+    #[test]
+    fn an_unpaged_process_is_warned_about() {
+        let text = render(&Stats { trouble: Some("userfaultfd was refused".into()), ..stats() }, "sort");
+        assert!(text.contains("WARNING") && text.contains("userfaultfd was refused"), "{text}");
+    }
+}

@@ -1,0 +1,168 @@
+//! The program as our child: started, watched, and its end passed on.
+
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use compcache_pager::shared::{ENV_REGION, Region};
+use rustix::process::{
+    DumpableBehavior, Pid, Resource, Rlimit, Signal, WaitOptions, WaitStatus, getpid, kill_process,
+    set_dumpable_behavior, setrlimit, waitpid,
+};
+
+use crate::run::failure::Failure;
+use crate::run::preflight::Ready;
+use crate::run::region::TreeRegion;
+use crate::run::signals::Signals;
+use crate::run::stats::{Stats, StatsFile};
+
+/// Between two looks at the region.
+const TICK: Duration = Duration::from_millis(100);
+/// Ticks between two writes of the statistics.
+const TICKS_A_WRITE: u32 = 5;
+
+/// How the program ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    /// It ended with this status.
+    Exited(i32),
+    /// A signal killed it.
+    Killed(i32),
+}
+
+impl Outcome {
+    /// The status as a shell shows it.
+    pub fn status(self) -> i32 {
+        match self {
+            Self::Exited(status) => status,
+            Self::Killed(signal) => 128 + signal,
+        }
+    }
+
+    /// Ends this process as the program ended. A core of ours would overwrite the program's.
+    pub fn pass_on(self) -> ExitCode {
+        if let Self::Killed(signal) = self {
+            let _ = setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) });
+            let _ = set_dumpable_behavior(DumpableBehavior::NotDumpable);
+            // Returns only for signals it does not know (real-time ones).
+            let _ = signal_hook::low_level::emulate_default_handler(signal);
+        }
+        ExitCode::from(self.status() as u8)
+    }
+}
+
+/// A program that was started.
+pub struct Run<'a> {
+    program: Pid,
+    signals: Signals,
+    region: &'a Region,
+    stats: Option<StatsFile>,
+    started: Instant,
+}
+
+impl<'a> Run<'a> {
+    /// Starts the program.
+    pub fn start(
+        ready: &Ready,
+        program: &[OsString],
+        region: &'a TreeRegion,
+        stats: Option<StatsFile>,
+    ) -> Result<Self, Failure> {
+        let signals = Signals::catch().context("cannot catch signals")?;
+        let started = Instant::now();
+        let child = Command::new(&ready.program)
+            .arg0(&program[0])
+            .args(&program[1..])
+            .env(ENV_REGION, region.file())
+            .env("LD_PRELOAD", &ready.ld_preload)
+            .spawn()
+            .map_err(|error| cannot_start(ready, error))?;
+        let program = Pid::from_raw(child.id() as i32).context("the program has no process id")?;
+        Ok(Self { program, signals, region: region.region(), stats, started })
+    }
+
+    /// Passes signals on and keeps the statistics until the program ends.
+    pub fn watch(&mut self) -> anyhow::Result<Outcome> {
+        let mut next_tick = self.started;
+        for tick in 0.. {
+            self.region.retire_dead();
+            self.region.totals();
+            if tick % TICKS_A_WRITE == 0
+                && let Some(file) = &mut self.stats
+            {
+                file.write(&Stats::gather(self.region, self.started.elapsed(), None));
+            }
+            next_tick = (next_tick + TICK).max(Instant::now());
+            loop {
+                if let Some(outcome) = self.reap()? {
+                    return Ok(outcome);
+                }
+                let left = next_tick.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                for signal in self.signals.wait(left).context("cannot wait for signals")? {
+                    self.pass_on(signal);
+                }
+            }
+        }
+        unreachable!("the ticks do not end")
+    }
+
+    /// The statistics at the end, written to their file too.
+    pub fn finish(mut self, outcome: Outcome) -> Stats {
+        self.region.retire_dead();
+        let stats = Stats::gather(self.region, self.started.elapsed(), Some(outcome));
+        if let Some(file) = &mut self.stats {
+            file.write(&stats);
+            file.complain();
+        }
+        stats
+    }
+
+    /// The program's end, if it has come. If it has stopped, we stop as well.
+    fn reap(&self) -> anyhow::Result<Option<Outcome>> {
+        while let Some((_, status)) = self.wait_status()? {
+            if let Some(status) = status.exit_status() {
+                return Ok(Some(Outcome::Exited(status)));
+            }
+            if let Some(signal) = status.terminating_signal() {
+                return Ok(Some(Outcome::Killed(signal)));
+            }
+            if status.stopped() {
+                let _ = kill_process(getpid(), Signal::STOP);
+                // Continued: by `fg` the program is too, by `kill -CONT` on us alone it is not.
+                self.pass_on(Signal::CONT.as_raw());
+            }
+        }
+        Ok(None)
+    }
+
+    fn wait_status(&self) -> anyhow::Result<Option<(Pid, WaitStatus)>> {
+        loop {
+            match waitpid(Some(self.program), WaitOptions::NOHANG | WaitOptions::UNTRACED) {
+                Err(rustix::io::Errno::INTR) => {}
+                answer => return answer.context("cannot wait for the program"),
+            }
+        }
+    }
+
+    fn pass_on(&self, signal: i32) {
+        if let Some(signal) = Signal::from_named_raw(signal) {
+            let _ = kill_process(self.program, signal);
+        }
+    }
+}
+
+fn cannot_start(ready: &Ready, error: std::io::Error) -> Failure {
+    let program = ready.program.display();
+    if rustix::io::Errno::from_io_error(&error) == Some(rustix::io::Errno::NOEXEC) {
+        return Failure::cannot_run(format!(
+            "{program} is neither a program nor a script with a #! line.\n  \
+             Give it to its interpreter, for example: compcache run -- sh {program}"
+        ));
+    }
+    Failure::cannot_run(format!("cannot start {program}: {error}"))
+}

@@ -1,0 +1,275 @@
+//! The limits hold, and the books are right: measured from outside, by what the kernel says of the processes.
+//!
+//! `tests/programs/holds.c` holds memory whose place it prints, so that its resident pages are counted in
+//! `/proc/PID/pagemap`, whatever our own statistics say. The tests here measure, so nothing else runs beside them.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use crate::support::{Cap, Program, Running, alone, sample_until, trap_program, ways};
+
+const MIB: u64 = 1 << 20;
+/// A tenth above the limit is allowed.
+const TOLERANCE: f64 = 1.10;
+
+fn holds(arguments: &[&str]) -> Program {
+    Program::new(trap_program("holds")).args(arguments)
+}
+
+/// The memory that `holds` said it uses.
+struct Area {
+    at: u64,
+    pages: u64,
+}
+
+impl Area {
+    /// As the `number`th `holds` of this run printed it.
+    fn of(running: &Running, number: usize) -> Self {
+        let said = running.stdout_so_far();
+        let line = said.lines().filter(|line| line.starts_with("area ")).nth(number).expect("an area");
+        let mut fields = line.split(' ').skip(1);
+        let at = fields.next().and_then(|at| u64::from_str_radix(at.trim_start_matches("0x"), 16).ok());
+        Self { at: at.expect("an address"), pages: fields.next().and_then(|n| n.parse().ok()).expect("a number") }
+    }
+
+    /// How much of it is resident; `None` when the process is gone.
+    fn resident_bytes(&self, pid: i32) -> Option<u64> {
+        let file = File::open(format!("/proc/{pid}/pagemap")).ok()?;
+        let mut entries = vec![0; self.pages as usize * 8];
+        file.read_exact_at(&mut entries, self.at / 4096 * 8).ok()?;
+        Some(entries.chunks_exact(8).filter(|entry| entry[7] & 0x80 != 0).count() as u64 * 4096)
+    }
+}
+
+/// Anonymous and shared memory of a process, its share of what is shared: resident pages and everything of ours.
+fn total_bytes(pid: i32) -> Option<u64> {
+    let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
+    let field = |name: &str| -> Option<u64> {
+        rollup.lines().find_map(|line| line.strip_prefix(name))?.trim().trim_end_matches(" kB").trim().parse().ok()
+    };
+    Some((field("Pss_Anon:")? + field("Pss_Shmem:")?) * 1024)
+}
+
+fn median(mut samples: Vec<u64>) -> u64 {
+    samples.sort_unstable();
+    samples[samples.len() / 2]
+}
+
+/// Samples until the run ends or `seconds` are over.
+fn sample(running: &Running, seconds: f64, mut measure: impl FnMut() -> Option<u64>) -> Vec<u64> {
+    let until = Instant::now() + Duration::from_secs_f64(seconds);
+    let mut samples = Vec::new();
+    while Instant::now() < until {
+        samples.extend(measure());
+        std::thread::sleep(Duration::from_millis(15));
+    }
+    assert!(samples.len() > 10, "too few samples: {}", running.stderr_so_far());
+    samples
+}
+
+#[test]
+fn resident_memory_stays_within_a_tenth_of_the_cap_once_warm() {
+    let _alone = alone();
+    for way in ways() {
+        let mut running = holds(&["96", "3"]).start(way, &Cap::resident_mib(24));
+        running.await_output("warm\n");
+        let area = Area::of(&running, 0);
+        let pid = running.pids_named("holds")[0];
+        let samples = sample(&running, 2.5, || area.resident_bytes(pid));
+        let (middle, peak) = (median(samples.clone()), samples.iter().copied().max().unwrap_or(0));
+        let outcome = running.finish();
+        assert!(outcome.status.success(), "{}", outcome.explain());
+        let cap = 24.0 * MIB as f64;
+        eprintln!("{way:?}: resident median {} KiB, peak {} KiB of {} KiB", middle >> 10, peak >> 10, cap as u64 >> 10);
+        assert!(peak as f64 <= cap * TOLERANCE, "{way:?}: {peak} resident bytes under a cap of {cap}");
+        // A pager that keeps nothing resident keeps its cap too, and is useless.
+        assert!(middle as f64 >= cap * 0.6, "{way:?}: only {middle} of {cap} bytes are used");
+        let counted = outcome.stat("resident_peak_bytes") as f64;
+        assert!(counted <= cap * TOLERANCE && counted >= peak as f64 * 0.9, "{way:?}: the statistics say {counted}");
+        assert_eq!(outcome.stat("resident_limit_bytes"), 24 * MIB);
+    }
+}
+
+#[test]
+fn total_memory_stays_within_a_tenth_of_ram() {
+    let _alone = alone();
+    for way in ways() {
+        let ram = 64 * MIB;
+        let mut running = holds(&["96", "3"]).start(way, &Cap::Ram(ram));
+        let mut samples = Vec::new();
+        let pid = sample_until("the program runs", 20, || running.pids_named("holds").first().copied());
+        // From the first page on: the whole is capped, not only the steady state.
+        while !running.stdout_so_far().contains("warm\n") {
+            samples.extend(total_bytes(pid));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        running.await_output("warm\n");
+        samples.extend(sample(&running, 2.0, || total_bytes(pid)));
+        let peak = samples.iter().copied().max().unwrap_or(0);
+        let outcome = running.finish();
+        assert!(outcome.status.success(), "{}", outcome.explain());
+        eprintln!("{way:?}: total peak {} KiB of {} KiB ({} samples)", peak >> 10, ram >> 10, samples.len());
+        assert!(peak as f64 <= ram as f64 * TOLERANCE, "{way:?}: {peak} bytes in all, under --ram {ram}");
+        assert!(outcome.stat("total_peak_bytes") as f64 <= ram as f64 * TOLERANCE, "{way:?}: {:#?}", outcome.stats);
+        let said = outcome.stat("total_peak_bytes") as f64;
+        assert!(said >= peak as f64 * 0.85, "{way:?}: the statistics say {said}, the kernel {peak}");
+        assert_eq!(outcome.stat("ram_limit_bytes"), ram);
+        outcome.must_have_evicted();
+    }
+}
+
+#[test]
+fn one_cap_holds_for_a_tree_of_processes() {
+    let _alone = alone();
+    for way in ways() {
+        let holds = trap_program("holds").display().to_string();
+        let script = format!("{holds} 40 4 & {holds} 40 4 & {holds} 40 4 & wait");
+        let running = Program::new("sh").args(["-c", &script]).start(way, &Cap::resident_mib(32));
+        let warm = |running: &Running| running.stdout_so_far().matches("warm\n").count() == 3;
+        sample_until("all three are warm", 60, || warm(&running).then_some(()));
+        // Which area belongs to which process is told by where its pages are: each is looked up in all three.
+        let pids = running.pids_named("holds");
+        assert_eq!(pids.len(), 3);
+        let areas: Vec<Area> = (0..3).map(|number| Area::of(&running, number)).collect();
+        let resident = || {
+            pids.iter().map(|pid| areas.iter().filter_map(|area| area.resident_bytes(*pid)).max()).sum::<Option<u64>>()
+        };
+        let samples = sample(&running, 2.0, resident);
+        let (middle, peak) = (median(samples.clone()), samples.iter().copied().max().unwrap_or(0));
+        let outcome = running.finish();
+        assert_eq!(outcome.text().matches("right\n").count(), 3, "{}", outcome.explain());
+        eprintln!("{way:?}: resident median {} KiB, peak {} KiB of 32768 KiB", middle >> 10, peak >> 10);
+        assert!(peak as f64 <= 32.0 * MIB as f64 * TOLERANCE, "{way:?}: {peak} resident bytes in the tree");
+        assert!(middle >= 16 * MIB, "{way:?}: only {middle} bytes of the budget are used");
+    }
+}
+
+#[test]
+fn a_killed_process_gives_its_share_back() {
+    let _alone = alone();
+    for way in ways() {
+        let holds = trap_program("holds").display().to_string();
+        let script = format!("{holds} 48 60 & victim=$!; {holds} 24 6 text 24; kill -9 $victim; {holds} 24 3; wait");
+        let running = Program::new("sh").args(["-c", &script]).start(way, &Cap::resident_mib(32));
+        sample_until("both are warm", 60, || (running.stdout_so_far().matches("warm\n").count() == 2).then_some(()));
+        let before = sample_until("both are counted", 10, || {
+            running
+                .stats_now()
+                .filter(|stats| stats["processes"].as_u64() >= Some(2) && stats["pages_stored"].as_u64() > Some(0))
+        });
+        // The victim dies; what it held resident and stored is gone from the books, and the next one gets it.
+        sample_until("the third is warm", 60, || {
+            (running.stdout_so_far().matches("warm\n").count() == 3).then_some(())
+        });
+        let area = Area::of(&running, 2);
+        let pid = running.pids_named("holds")[0];
+        let late = sample_until("the share of the dead is used by the living", 4, || {
+            let resident = area.resident_bytes(pid)?;
+            (resident >= 22 * MIB).then_some(resident)
+        });
+        let after = sample_until("the books forget the dead", 4, || {
+            let stats = running.stats_now()?;
+            (stats["mem_used_total_bytes"].as_u64()? < before["mem_used_total_bytes"].as_u64()? / 2).then_some(stats)
+        });
+        let outcome = running.finish();
+        eprintln!(
+            "{way:?}: {} KiB resident after the death; {} processes before, {} after",
+            late >> 10,
+            before["processes"],
+            after["processes"]
+        );
+        assert_eq!(outcome.text().matches("right\n").count(), 2, "{}", outcome.explain());
+        assert!(after["processes"].as_u64() <= before["processes"].as_u64());
+        assert_eq!(outcome.stat("processes"), 0);
+    }
+}
+
+#[test]
+fn a_program_that_fits_its_cap_is_left_alone() {
+    let _alone = alone();
+    for way in ways() {
+        let outcome = holds(&["32", "1"]).paged(way, &Cap::resident_mib(64));
+        assert!(outcome.status.success(), "{}", outcome.explain());
+        assert_eq!((outcome.stat("evicted_pages"), outcome.stat("faults")), (0, 0), "{:#?}", outcome.stats);
+    }
+}
+
+#[test]
+fn hot_memory_stays_resident() {
+    let _alone = alone();
+    for way in ways() {
+        // 8 MiB are used all the time, 88 MiB never, 24 MiB may stay.
+        let mut running = holds(&["96", "3", "text", "8"]).start(way, &Cap::resident_mib(24));
+        running.await_output("warm\n");
+        let area = Area::of(&running, 0);
+        let hot = Area { at: area.at, pages: 8 * MIB / 4096 };
+        let pid = running.pids_named("holds")[0];
+        std::thread::sleep(Duration::from_millis(800));
+        let samples = sample(&running, 1.5, || hot.resident_bytes(pid));
+        let middle = median(samples);
+        let outcome = running.finish();
+        assert!(outcome.status.success(), "{}", outcome.explain());
+        assert!(middle as f64 >= 0.95 * 8.0 * MIB as f64, "{way:?}: only {middle} bytes of 8 MiB in use are resident");
+    }
+}
+
+#[test]
+fn memory_that_does_not_compress_is_neither_lost_nor_killed() {
+    let _alone = alone();
+    for way in ways() {
+        let outcome = holds(&["48", "1", "noise"]).paged(way, &Cap::Ram(24 * MIB));
+        assert!(outcome.status.success(), "{}", outcome.explain());
+        assert!(outcome.text().ends_with("right\n"), "{}", outcome.explain());
+        // What did not fit is told, with its amount.
+        assert!(outcome.stat("total_peak_bytes") > 40 * MIB, "{:#?}", outcome.stats);
+        assert!(outcome.stderr.contains("MiB"), "the summary says nothing of it: {}", outcome.explain());
+    }
+}
+
+#[test]
+fn pages_that_repeat_a_word_cost_next_to_nothing() {
+    let _alone = alone();
+    for way in ways() {
+        let mut running = holds(&["96", "1", "same"]).start(way, &Cap::resident_mib(8));
+        running.await_output("warm\n");
+        let stats = sample_until("the statistics are written", 10, || {
+            running.stats_now().filter(|stats| stats["same_pages"].as_u64() > Some(10_000))
+        });
+        let used = stats["mem_used_total_bytes"].as_u64().unwrap_or(u64::MAX);
+        assert!(used < 4 * MIB, "{way:?}: {stats:#}");
+        let outcome = running.finish();
+        assert!(outcome.status.success(), "{}", outcome.explain());
+    }
+}
+
+#[test]
+fn the_statistics_agree_with_each_other() {
+    let _alone = alone();
+    for way in ways() {
+        let mut running = holds(&["64", "2"]).start(way, &Cap::resident_mib(16));
+        running.await_output("warm\n");
+        std::thread::sleep(Duration::from_millis(1200));
+        let live = running.stats_now().expect("--stats is written while the program runs");
+        let outcome = running.finish();
+        let number = |name: &str| live[name].as_u64().unwrap_or_else(|| panic!("--stats has no {name}: {live:#}"));
+        let stored = number("pages_stored");
+        assert!(stored > 8_000, "{live:#}");
+        assert!(number("orig_data_size_bytes") <= stored * 4096, "{live:#}");
+        assert!(number("compr_data_size_bytes") < number("orig_data_size_bytes"), "{live:#}");
+        assert!(number("mem_used_total_bytes") >= number("compr_data_size_bytes"), "{live:#}");
+        assert!(number("ours_bytes") >= number("mem_used_total_bytes"), "{live:#}");
+        assert!(number("resident_bytes") <= number("resident_peak_bytes"), "{live:#}");
+        assert!(number("processes") >= 1, "{live:#}");
+        assert!(number("faults") > 0 && number("fault_p50_ns") > 0, "{live:#}");
+        assert!(number("fault_p50_ns") <= number("fault_p99_ns"), "{live:#}");
+        assert!(number("readahead_hits") <= number("readahead_pages"), "{live:#}");
+        for name in ["refaults_staged", "same_pages", "total_peak_bytes"] {
+            number(name);
+        }
+        for name in ["faults", "evicted_pages", "resident_peak_bytes", "total_peak_bytes"] {
+            assert!(outcome.stat(name) >= number(name), "{name} went back: {live:#}");
+        }
+        assert!(number("resident_bytes") + number("ours_bytes") <= number("total_peak_bytes") * 11 / 10, "{live:#}");
+    }
+}

@@ -1,0 +1,245 @@
+//! `compcache run` as a person or a script meets it: statuses, signals, streams, and what it says when it cannot.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Output};
+use std::time::Duration;
+
+use compcache_testkit::features::{Feature, requires};
+
+use crate::support::{Cap, Program, beside_others, compcache, preload, sample_until, scratch, trap_program, ways};
+
+fn run(arguments: &[&str]) -> Output {
+    let mut command = Command::new(compcache());
+    command.arg("run").args(arguments).env("COMPCACHE_PRELOAD", preload()).output().expect("compcache can be started")
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// It is refused with this status before the program starts, in words that name the matter.
+#[track_caller]
+fn is_refused(arguments: &[&str], status: i32, words: &[&str]) {
+    let output = run(arguments);
+    let text = said(&output);
+    assert_eq!(output.status.code(), Some(status), "{arguments:?}: {text}");
+    assert!(output.stdout.is_empty(), "{arguments:?} printed on standard output");
+    for word in words {
+        assert!(text.contains(word), "{arguments:?} does not say {word:?}: {text}");
+    }
+}
+
+#[test]
+fn the_status_of_the_program_is_passed_on() {
+    let _shared = beside_others();
+    for status in [0, 1, 7, 77, 128, 255] {
+        let output = run(&["--ram", "64M", "sh", "-c", &format!("exit {status}")]);
+        assert_eq!(output.status.code(), Some(status), "{}", said(&output));
+    }
+}
+
+#[test]
+fn the_signal_that_kills_the_program_is_passed_on() {
+    let _shared = beside_others();
+    for signal in [libc::SIGTERM, libc::SIGKILL, libc::SIGUSR1] {
+        let output = run(&["--ram", "64M", "sh", "-c", &format!("kill -{signal} $$; sleep 5")]);
+        assert_eq!(output.status.signal(), Some(signal), "{}", said(&output));
+    }
+}
+
+#[test]
+fn signals_reach_the_program() {
+    let _shared = beside_others();
+    for way in ways() {
+        for (signal, status) in [(libc::SIGTERM, 31), (libc::SIGINT, 32), (libc::SIGHUP, 33), (libc::SIGUSR2, 34)] {
+            let script = "trap 'exit 31' TERM; trap 'exit 32' INT; trap 'exit 33' HUP; trap 'exit 34' USR2; echo ready; \
+                          while :; do sleep 0.05; done";
+            let mut running = Program::new("sh").args(["-c", script]).start(way, &Cap::resident_mib(16));
+            running.await_output("ready\n");
+            running.signal(signal);
+            let outcome = running.finish();
+            assert_eq!(outcome.status.code(), Some(status), "signal {signal}: {}", outcome.explain());
+        }
+    }
+}
+
+#[test]
+fn the_output_is_the_programs_alone() {
+    let _shared = beside_others();
+    for way in ways() {
+        let outcome = Program::new(trap_program("holds")).args(["32", "0"]).paged(way, &Cap::resident_mib(8));
+        let lines: Vec<String> = outcome.text().lines().map(str::to_owned).collect();
+        assert_eq!(lines.len(), 3, "{}", outcome.explain());
+        assert!(outcome.stderr.contains("compcache"), "no summary on standard error: {}", outcome.explain());
+        let quiet = Program::new(trap_program("holds")).args(["32", "0"]).flags(["--quiet"]);
+        let outcome = quiet.paged(way, &Cap::resident_mib(8));
+        assert_eq!(outcome.stderr, "", "--quiet is not quiet");
+    }
+}
+
+#[test]
+fn input_and_environment_are_the_programs() {
+    let _shared = beside_others();
+    for way in ways() {
+        let program = Program::new("sh").args(["-c", "cat; echo \"$WORD\"; pwd"]).env("WORD", "a b  c").piped_input();
+        let mut running = program.dir("/usr/bin".as_ref()).start(way, &Cap::resident_mib(8));
+        running.write_input(b"in\n");
+        running.close_input();
+        let outcome = running.finish();
+        assert_eq!(outcome.text(), "in\na b  c\n/usr/bin\n", "{}", outcome.explain());
+    }
+}
+
+#[test]
+fn a_program_that_does_not_exist_is_told_before_anything_starts() {
+    is_refused(&["--ram", "64M", "no-such-program-anywhere"], 127, &["no-such-program-anywhere"]);
+    is_refused(&["--ram", "64M", "/etc/passwd"], 126, &["/etc/passwd"]);
+    is_refused(&["--ram", "64M", "/usr"], 126, &["/usr"]);
+}
+
+#[test]
+fn a_size_that_is_none_is_told() {
+    is_refused(&["--ram", "many", "true"], 2, &["many"]);
+    is_refused(&["--ram", "0", "true"], 2, &[]);
+    is_refused(&["--resident", "-5M", "true"], 2, &[]);
+}
+
+#[test]
+fn a_static_program_is_refused_with_a_remedy() {
+    let dir = scratch();
+    let (source, program) = (dir.path().join("x.c"), dir.path().join("static-program"));
+    fs::write(&source, "int main(void) { return 0; }\n").expect("a file");
+    let built = Command::new("cc").arg("-static").arg("-o").arg(&program).arg(&source).output().expect("a C compiler");
+    if !built.status.success() {
+        // No static C library here: take any static program.
+        eprintln!("SKIP: this machine cannot build a static program");
+        return;
+    }
+    is_refused(&["--ram", "64M", &program.display().to_string()], 126, &["static"]);
+}
+
+#[test]
+fn a_setuid_program_is_refused_with_a_remedy() {
+    let dir = scratch();
+    if !requires(&[Feature::Root]) {
+        return;
+    }
+    let program = dir.path().join("true");
+    fs::copy("/bin/true", &program).expect("a copy");
+    std::os::unix::fs::chown(&program, Some(65534), Some(65534)).expect("root may give files away");
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o4755)).expect("our file");
+    is_refused(&["--ram", "64M", &program.display().to_string()], 126, &["set"]);
+}
+
+#[test]
+fn someone_without_userfaultfd_is_told_three_ways_to_get_it() {
+    if !requires(&[Feature::Root, Feature::Program("setpriv")]) {
+        return;
+    }
+    let allowed = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    let device = fs::metadata("/dev/userfaultfd").is_ok_and(|device| device.permissions().mode() & 0o006 != 0);
+    if allowed.trim() == "1" || device {
+        eprintln!("SKIP: everybody may use userfaultfd on this machine");
+        return;
+    }
+    // Where nobody can read it: a copy of both files.
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).expect("our directory");
+    fs::copy(compcache(), dir.path().join("compcache")).expect("a copy");
+    fs::copy(preload(), dir.path().join("libcompcache_preload.so")).expect("a copy");
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(dir.path().join("compcache"));
+    let output = command.args(["run", "--ram", "64M", "true"]).output().expect("setpriv can be started");
+    assert_eq!(output.status.code(), Some(125), "{}", said(&output));
+    for way in ["vm.unprivileged_userfaultfd", "/dev/userfaultfd", "CAP_SYS_PTRACE"] {
+        assert!(said(&output).contains(way), "{way} is not told: {}", said(&output));
+    }
+    let output = Command::new("setpriv")
+        .args([
+            "--reuid=65534",
+            "--regid=65534",
+            "--clear-groups",
+            "--inh-caps=+sys_ptrace",
+            "--ambient-caps=+sys_ptrace",
+        ])
+        .arg(dir.path().join("compcache"))
+        .args(["run", "--ram", "64M", "sh", "-c", "exit 9"])
+        .output()
+        .expect("setpriv can be started");
+    assert_eq!(output.status.code(), Some(9), "with the capability it must work: {}", said(&output));
+}
+
+#[test]
+fn statistics_are_written_while_the_program_runs() {
+    let _shared = beside_others();
+    for way in ways() {
+        let mut running = Program::new(trap_program("holds")).args(["48", "2"]).start(way, &Cap::resident_mib(12));
+        running.await_output("warm\n");
+        let mut last = None;
+        // Replaced atomically: `stats_now` fails on half a file.
+        for _ in 0..60 {
+            last = running.stats_now().or(last);
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let stats = last.expect("--stats is written while the program runs");
+        assert!(stats["evicted_pages"].as_u64() > Some(0), "{stats:#}");
+        assert!(running.finish().status.success());
+    }
+}
+
+#[test]
+fn the_program_survives_the_death_of_its_supervisor() {
+    let _shared = beside_others();
+    for way in ways() {
+        let dir = scratch();
+        let script = format!("{} 48 2 > {}", trap_program("holds").display(), dir.path().join("out").display());
+        let mut running = Program::new("sh").args(["-c", &script]).start(way, &Cap::resident_mib(12));
+        let output = || fs::read_to_string(dir.path().join("out")).unwrap_or_default();
+        sample_until("the program is warm", 30, || output().contains("warm\n").then_some(()));
+        running.signal(libc::SIGKILL);
+        running.await_end();
+        let holds = running.pids_named("holds");
+        assert_eq!(holds.len(), 1, "the program died with its supervisor");
+        sample_until("the program comes to its end", 30, || running.pids_named("holds").is_empty().then_some(()));
+        assert!(output().ends_with("right\n"), "{way:?}: it did not end well: {}", output());
+        // And the next run is not disturbed by what is left.
+        let next = Program::new(trap_program("holds")).args(["24", "0"]).paged(way, &Cap::resident_mib(8));
+        assert!(next.status.success(), "{}", next.explain());
+    }
+}
+
+#[test]
+fn a_run_within_a_run_works() {
+    let _shared = beside_others();
+    for way in ways() {
+        let inner = [compcache().display().to_string(), "run".into(), "--resident".into(), "8M".into(), "-q".into()];
+        let holds = trap_program("holds").display().to_string();
+        let program = Program::new(&inner[0]).args(&inner[1..]).args(["--", &holds, "32", "0"]);
+        let outcome = program.env("COMPCACHE_PRELOAD", preload()).paged(way, &Cap::resident_mib(16));
+        assert!(outcome.status.success() && outcome.text().ends_with("right\n"), "{}", outcome.explain());
+    }
+}
+
+#[test]
+fn the_doctor_agrees_with_run() {
+    let output = Command::new(compcache()).arg("doctor").output().expect("compcache can be started");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("userfaultfd"), "{text}");
+    let works = run(&["--ram", "64M", "true"]).status.success();
+    assert_eq!(output.status.success(), works, "{text}");
+}
+
+#[test]
+fn both_codecs_keep_the_contents() {
+    let _shared = beside_others();
+    for way in ways() {
+        for codec in ["lz4", "zstd", "zstd:6"] {
+            let program = Program::new(trap_program("holds")).args(["48", "0"]).flags(["--codec", codec]);
+            let outcome = program.paged(way, &Cap::resident_mib(12));
+            assert!(outcome.status.success() && outcome.text().ends_with("right\n"), "{codec}: {}", outcome.explain());
+            outcome.must_have_evicted();
+        }
+    }
+}

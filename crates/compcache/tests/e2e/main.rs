@@ -1,0 +1,27 @@
+//! `compcache run`, end to end: programs of others and of ours, with and without, byte for byte.
+//!
+//! | file               | what must hold                                                                           |
+//! |--------------------|------------------------------------------------------------------------------------------|
+//! | `traps.rs`         | what is known to go wrong in a pager does not (`tests/programs/*.c`, each checks itself) |
+//! | `memory_tester.rs` | memory is an array of bytes, through random operations, forks and threads                |
+//! | `real_programs.rs` | programs of many runtimes print the same with a quarter of their memory                  |
+//! | `accounting.rs`    | the limits hold, for one process and for a tree, and what is dead gives its share back    |
+//! | `cli.rs`           | statuses and signals go through, output is the program's alone, failures say the remedy  |
+//!
+//! Each runs both ways of eviction. What a machine lacks is skipped, printed and counted (`COMPCACHE_REQUIRE_ALL=1`
+//! makes it fail). A program that hangs is a failure: what its threads wait for is printed, then it is killed.
+//!
+//! | variable           | meaning                                                             |
+//! |--------------------|---------------------------------------------------------------------|
+//! | `COMPCACHE_BIN`    | another `compcache` than the one of this build                      |
+//! | `COMPCACHE_PRELOAD`| another preload object than the one built on demand                 |
+//! | `COMPCACHE_WAYS`   | `move`, `remap`, `bare`, or several with commas: only these          |
+//! | `COMPCACHE_SEED`   | the seed of the memory tester                                       |
+//! | `COMPCACHE_LONG`   | seconds that the memory tester runs (4)                             |
+
+mod accounting;
+mod cli;
+mod memory_tester;
+mod real_programs;
+mod support;
+mod traps;

@@ -1,0 +1,20 @@
+//! Runs programs with and without compcache, and knows what to do when they hang.
+
+mod build;
+mod diagnose;
+mod run;
+
+pub use build::{memory_tester, preload, trap_program};
+pub use run::{Cap, Outcome, Program, Running, Way, alone, beside_others, sample_until, ways};
+
+use std::path::PathBuf;
+
+/// A directory of this test's own, on a file system with direct I/O where the build directory has it.
+pub fn scratch() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory under the build directory")
+}
+
+/// The `compcache` under test.
+pub fn compcache() -> PathBuf {
+    std::env::var_os("COMPCACHE_BIN").map_or_else(|| env!("CARGO_BIN_EXE_compcache").into(), Into::into)
+}

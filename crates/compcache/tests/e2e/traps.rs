@@ -1,0 +1,232 @@
+//! What is known to go wrong in a pager does not: each program in `tests/programs` walks into one trap and checks itself.
+//!
+//! Every test runs its program three times: bare, with `--evict move`, with `--evict remap`; a working set of 64 MiB in
+//! 16 MiB. Status and output must be those of the bare run. Under compcache the program fails if what it made cold did
+//! not leave (`TRAP_EXPECT_EVICTION`). A program that lacks something here ends with 77, which is a skip.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::support::{Cap, Outcome, Program, Way, beside_others, sample_until, scratch, trap_program, ways};
+
+const LACKS: i32 = 77;
+
+/// Whether this outcome is a skip. Printed and counted; with `COMPCACHE_REQUIRE_ALL=1` it is a failure.
+fn is_skip(outcome: &Outcome) -> bool {
+    static SKIPPED: AtomicUsize = AtomicUsize::new(0);
+    if outcome.status.code() != Some(LACKS) {
+        return false;
+    }
+    let required = std::env::var("COMPCACHE_REQUIRE_ALL").is_ok_and(|value| value == "1");
+    assert!(!required, "COMPCACHE_REQUIRE_ALL=1, and this machine lacks something: {}", outcome.explain());
+    eprintln!("SKIP (trap {}): {}", SKIPPED.fetch_add(1, Ordering::Relaxed) + 1, outcome.stderr.trim_end());
+    true
+}
+
+fn spring(name: &'static str, arguments: &[&str]) {
+    let _shared = beside_others();
+    let dir = scratch();
+    let in_dir = |argument: &&str| argument.replace("DIR", &dir.path().display().to_string());
+    let program = Program::new(trap_program(name)).args(arguments.iter().map(in_dir));
+    let bare = program.bare();
+    if is_skip(&bare) {
+        return;
+    }
+    for way in ways() {
+        // Nothing may be learnt from one run by the next: files are made anew.
+        let paged = program.clone().env("TRAP_EXPECT_EVICTION", "1").paged(way, &Cap::resident_mib(16));
+        eprintln!("{name} {arguments:?} {way:?}: {:.1} s, bare {:.1} s", paged.seconds, bare.seconds);
+        paged.must_equal(&bare);
+        paged.must_have_evicted();
+    }
+}
+
+macro_rules! traps {
+    ($($(#[$attribute:meta])* $sentence:ident: $program:literal $arguments:expr;)*) => {
+        $(
+            #[test]
+            $(#[$attribute])*
+            fn $sentence() {
+                spring($program, &$arguments);
+            }
+        )*
+
+        /// Every trap: its program and its arguments.
+        const TRAPS: &[(&str, &[&str])] = &[$(($program, &$arguments)),*];
+    };
+}
+
+traps! {
+    closefrom_does_not_empty_the_memory: "closes_descriptors" ["closefrom"];
+    close_range_does_not_empty_the_memory: "closes_descriptors" ["close_range"];
+    close_range_with_unshare_does_not_empty_the_memory: "closes_descriptors" ["unshare"];
+    closing_every_number_does_not_empty_the_memory: "closes_descriptors" ["loop"];
+    closing_even_the_standard_descriptors_does_not_empty_the_memory: "closes_descriptors" ["all"];
+    laying_other_files_over_all_descriptors_does_not_empty_the_memory: "closes_descriptors" ["dup2"];
+
+    threads_go_on_when_the_main_thread_ends: "main_thread_ends" [];
+    threads_that_come_and_go_are_joined: "thread_churn" ["churn"];
+    threads_whose_stacks_are_cold_are_joined: "thread_churn" ["cold"];
+    threads_on_stacks_of_the_programs_own_are_joined: "thread_churn" ["own_stacks"];
+    detached_threads_leave_nothing_behind: "thread_churn" ["detached"];
+
+    both_sides_of_a_fork_go_on: "forks" ["both_sides"];
+    several_children_at_once_have_right_memory: "forks" ["many"];
+    a_fork_while_other_threads_write_has_right_memory: "forks" ["from_thread"];
+    children_of_children_have_right_memory: "forks" ["nested"];
+    fork_and_exec_in_a_loop_does_no_harm: "forks" ["exec_loop"];
+    a_child_outlives_a_parent_that_was_killed: "forks" ["outlives"];
+
+    vfork_and_exec_read_their_arguments_from_cold_memory: "spawns" ["vfork"];
+    fork_and_exec_read_their_arguments_from_cold_memory: "spawns" ["fork"];
+    posix_spawn_reads_its_arguments_from_cold_memory: "spawns" ["posix_spawn"];
+    system_and_popen_work: "spawns" ["system"];
+
+    a_raw_clone_has_right_memory: "raw_forks" ["clone"];
+    a_raw_clone3_has_right_memory: "raw_forks" ["clone3"];
+    a_raw_fork_has_right_memory: "raw_forks" ["fork"];
+    fork_without_handlers_has_right_memory: "raw_forks" ["_Fork"];
+    the_clone_function_has_right_memory: "raw_forks" ["clone_function"];
+
+    memory_that_is_unmapped_does_not_come_back: "maps" ["munmap"];
+    memory_that_is_moved_goes_along: "maps" ["mremap"];
+    a_mapping_laid_over_cold_memory_is_new: "maps" ["fixed"];
+    thousands_of_small_regions_are_paged_rightly: "maps" ["many_regions"];
+    a_program_may_use_mremap_dontunmap_itself: "maps" ["dontunmap"];
+
+    what_is_discarded_reads_as_zeroes: "discards" ["dontneed"];
+    what_is_discarded_while_others_evict_reads_as_zeroes: "discards" ["racing"];
+    what_is_freed_is_old_or_zero_and_then_what_is_written: "discards" ["free"];
+    the_heap_that_shrank_grows_with_zeroes: "discards" ["brk"];
+    wipe_on_fork_wipes_cold_memory: "discards" ["wipeonfork"];
+    dont_fork_keeps_cold_memory_from_the_child: "discards" ["dontfork"];
+    guard_pages_discard_cold_memory: "discards" ["guard"];
+    advice_changes_no_contents: "discards" ["advice"];
+
+    a_write_to_cold_read_only_memory_is_a_fault_of_the_programs: "protects" ["readonly"];
+    memory_without_access_keeps_its_contents: "protects" ["none"];
+    protections_may_change_at_any_time: "protects" ["toggles"];
+
+    locked_memory_stays: "locks" ["mlock"];
+    memory_locked_on_fault_stays: "locks" ["onfault"];
+    locking_all_memory_loses_none: "locks" ["mlockall"];
+
+    huge_pages_are_paged_rightly: "huge_pages" [];
+
+    deep_recursion_finds_its_way_back: "stacks" ["recursion"];
+    signals_are_taken_on_a_cold_stack: "stacks" ["sigaltstack"];
+    coroutines_run_on_cold_stacks: "stacks" ["coroutines"];
+
+    files_are_read_and_written_through_cold_buffers: "syscalls" ["files", "DIR"];
+    sockets_are_read_and_written_through_cold_buffers: "syscalls" ["sockets", "DIR"];
+    pipes_are_read_and_written_through_cold_buffers: "syscalls" ["pipes", "DIR"];
+    waiting_calls_find_their_cold_lists: "syscalls" ["waiting", "DIR"];
+    paths_in_cold_memory_are_found: "syscalls" ["paths", "DIR"];
+    other_calls_find_their_cold_arguments: "syscalls" ["memory", "DIR"];
+    direct_io_in_flight_reaches_the_right_pages: "direct_io" ["DIR"];
+    io_uring_reads_and_writes_cold_memory: "io_urings" ["plain", "DIR"];
+    io_uring_keeps_registered_buffers: "io_urings" ["registered", "DIR"];
+
+    futexes_in_cold_memory_wake_their_waiters: "futexes" ["cold"];
+    mutexes_in_cold_memory_exclude: "futexes" ["mutexes"];
+    shared_futexes_wake_another_process: "futexes" ["shared"];
+    a_cold_robust_mutex_survives_its_owner: "futexes" ["robust"];
+
+    a_debugger_reads_cold_memory_of_a_stopped_thread: "readers" ["peekdata"];
+    another_process_reads_and_writes_cold_memory: "readers" ["vm_readv"];
+    the_memory_file_of_a_process_shows_cold_memory: "readers" ["proc_mem"];
+    cold_memory_of_a_stopped_process_can_be_read: "readers" ["stopped"];
+    a_process_that_is_stopped_and_continued_goes_on: "readers" ["continued"];
+
+    threads_go_on_after_their_process_changed_its_user: "changes_user" ["threads"];
+    a_process_that_changed_its_user_can_fork: "changes_user" ["forks"];
+
+    exit_passes_its_status: "ends" ["exit"];
+    exit_without_handlers_passes_its_status: "ends" ["_exit"];
+    return_from_main_passes_its_status: "ends" ["return"];
+    quick_exit_passes_its_status: "ends" ["quick_exit"];
+    exit_handlers_find_their_memory: "ends" ["atexit"];
+    exit_from_a_thread_passes_its_status: "ends" ["thread_exit"];
+    the_end_of_the_last_thread_ends_the_process: "ends" ["last_thread"];
+    abort_kills_by_its_signal: "ends" ["abort"];
+    a_killed_program_is_gone: "ends" ["kill"];
+    a_terminated_program_is_gone: "ends" ["term"];
+    a_bad_access_kills_by_its_signal: "ends" ["segv"];
+    a_bad_instruction_kills_by_its_signal: "ends" ["trap"];
+    a_handler_of_termination_finds_its_memory: "ends" ["handled_term"];
+    a_parent_goes_on_when_its_children_are_killed: "ends" ["in_child"];
+
+    a_crash_handler_finds_its_memory: "crash_handler" ["handler"];
+    a_crash_handlers_helper_reads_the_crashed_memory: "crash_handler" ["helper"];
+
+    idle_memory_is_right_afterwards: "idles" ["1"];
+
+    a_program_replaces_itself_again_and_again: "execs_itself" ["main"];
+    a_program_is_replaced_from_a_thread: "execs_itself" ["thread"];
+
+    a_limit_on_address_space_does_not_stop_the_pager: "limits" ["as"];
+    a_limit_on_data_does_not_stop_the_pager: "limits" ["data"];
+    a_limit_on_descriptors_does_not_stop_the_pager: "limits" ["files"];
+    a_limit_on_locked_memory_does_not_stop_the_pager: "limits" ["memlock"];
+    a_limit_on_processes_does_not_stop_the_pager: "limits" ["processes"];
+    a_system_call_filter_on_a_thread_does_not_stop_the_pager: "limits" ["seccomp"];
+    a_system_call_filter_on_all_threads_does_not_stop_the_pager: "limits" ["tsync"];
+    strict_seccomp_does_not_stop_the_pager: "limits" ["strict"];
+
+    shared_memory_stays_shared: "shares" ["anonymous"];
+    a_memory_file_keeps_its_contents: "shares" ["memfd"];
+    a_private_file_mapping_keeps_its_changes: "shares" ["private", "DIR"];
+    a_second_process_in_the_same_space_is_served: "shares" ["vm_clone"];
+
+    no_write_is_lost_between_threads: "races" ["counters"];
+    no_atomic_addition_is_lost: "races" ["atomics"];
+    writes_are_seen_in_their_order: "races" ["ordering"];
+
+    pages_lent_to_a_pipe_keep_their_contents: "lends" ["vmsplice"];
+    pages_lent_to_a_socket_keep_their_contents: "lends" ["zerocopy"];
+
+    a_program_sees_nothing_of_the_pager: "shows_nothing" [];
+    a_program_may_have_a_userfaultfd_of_its_own: "own_userfaultfd" [];
+    static_memory_is_right: "static_data" [];
+}
+
+#[test]
+fn a_daemon_goes_on_when_all_its_parents_are_gone() {
+    let _shared = beside_others();
+    let mut all = vec![Way::Bare];
+    all.extend(ways());
+    for way in all {
+        let dir = scratch();
+        let verdict = dir.path().join("verdict");
+        let mut program = Program::new(trap_program("daemonises")).args([&verdict]);
+        if way != Way::Bare {
+            program = program.env("TRAP_EXPECT_EVICTION", "1");
+        }
+        let mut running = program.start(way, &Cap::resident_mib(16));
+        running.await_end();
+        let said = sample_until("the daemon's verdict is there", 30, || std::fs::read_to_string(&verdict).ok());
+        assert_eq!(said, "right\n", "{way:?}: {}", running.stderr_so_far());
+    }
+}
+
+#[test]
+fn every_trap_notices_a_planted_wrong_byte() {
+    let _shared = beside_others();
+    let dir = scratch();
+    let daemon: &[(&str, &[&str])] = &[("daemonises", &["DIR/verdict"]), ("holds", &["4", "0"])];
+    for (name, arguments) in TRAPS.iter().chain(daemon) {
+        let arguments = arguments.iter().map(|argument| argument.replace("DIR", &dir.path().display().to_string()));
+        let program = Program::new(trap_program(name)).args(arguments).env("TRAP_MB", "8").env("TRAP_PLANT", "1");
+        let outcome = program.bare();
+        if is_skip(&outcome) {
+            continue;
+        }
+        if *name == "daemonises" {
+            let partial = dir.path().join("verdict.partial");
+            let says_so = || std::fs::read_to_string(&partial).ok().filter(|said| said.contains("WRONG BYTES"));
+            sample_until("the daemon notices the wrong byte", 10, says_so);
+            continue;
+        }
+        assert!(!outcome.status.success(), "a wrong byte went unnoticed: {}", outcome.explain());
+        assert!(outcome.stderr.contains("WRONG BYTES"), "it failed for another reason: {}", outcome.explain());
+    }
+}

@@ -1,0 +1,219 @@
+/*
+ * Memory that the program threw away must not come back:
+ *
+ *   dontneed     MADV_DONTNEED of evicted, of present and of half evicted ranges: zero afterwards
+ *   racing       the same while other threads evict, write and discard without a pause
+ *   free         MADV_FREE: each page old or zero until it is written, then what was written
+ *   brk          the heap's end goes down and up again: the part that left reads as zeroes
+ *   wipeonfork   zero in the child, whole in the parent
+ *   dontfork     absent in the child, whole in the parent
+ *   guard        MADV_GUARD_INSTALL discards; after MADV_GUARD_REMOVE it reads as zeroes
+ *   advice       COLD, PAGEOUT, POPULATE_READ, POPULATE_WRITE, WILLNEED, RANDOM, SEQUENTIAL: contents stay
+ */
+#include "trap.h"
+#include <setjmp.h>
+
+#ifndef MADV_GUARD_INSTALL
+#define MADV_GUARD_INSTALL 102
+#define MADV_GUARD_REMOVE 103
+#endif
+
+static void dontneed(void)
+{
+	struct area area = area_new(working_set() / 2, 11, 1);
+	for (uint64_t round = 1; round < 4; round++) {
+		area_push_out(&area);
+		/* Stripes: those of an even number are discarded; some pages beside them are present, the rest evicted. */
+		for (size_t page = 0; page < area.pages; page += 5) page_check(area.at + page * PAGE, 11, page, round);
+		for (size_t page = 0; page + 24 <= area.pages; page += 24) MUST(madvise(area.at + page * PAGE, 11 * PAGE, MADV_DONTNEED) == 0);
+		for (int again = 0; again < 2; again++) {
+			for (size_t page = 0; page + 24 <= area.pages; page += 24) {
+				must_be_zero(area.at + page * PAGE, 11 * PAGE, "MADV_DONTNEED");
+				for (size_t i = page + 11; i < page + 24; i++) page_check(area.at + i * PAGE, 11, i, round);
+			}
+			filler_walk();
+			filler_walk();
+		}
+		area_fill(&area, round + 1);
+	}
+	area_check(&area, 4);
+	MUST(madvise(area.at, area.pages * PAGE, MADV_DONTNEED) == 0);
+	must_be_zero(area.at, area.pages * PAGE, "MADV_DONTNEED of all");
+}
+
+static atomic_bool stop;
+
+static void *walk_for_ever(void *unused)
+{
+	(void)unused;
+	while (!atomic_load(&stop)) filler_walk();
+	return NULL;
+}
+
+static void *discard_for_ever(void *argument)
+{
+	uint64_t tag = (uintptr_t)argument, round = 0;
+	enum { PAGES = 256 };
+	unsigned char *at = map_private(PAGES * PAGE);
+	uint64_t known[PAGES] = {0};
+	while (!atomic_load(&stop)) {
+		uint64_t random = mix(tag << 32 | ++round);
+		size_t from = random % PAGES, count = 1 + (random >> 16) % 32;
+		if (from + count > PAGES) count = PAGES - from;
+		for (size_t page = from; page < from + count; page++) {
+			if (random >> 40 & 1) page_write(at + page * PAGE, tag, page, known[page] = round);
+			else known[page] = 0;
+		}
+		if (!(random >> 40 & 1)) MUST(madvise(at + from * PAGE, count * PAGE, MADV_DONTNEED) == 0);
+		if (random >> 56 == 0) sleep_ms(1);
+		for (size_t page = (random >> 48) % 4; page < PAGES; page += 4) {
+			if (known[page]) page_check(at + page * PAGE, tag, page, known[page]);
+			else must_be_zero(at + page * PAGE, PAGE, "discarded while others evict");
+		}
+	}
+	return NULL;
+}
+
+static void racing(void)
+{
+	pthread_t threads[4];
+	for (uintptr_t i = 0; i < 3; i++) MUST(pthread_create(&threads[i], NULL, discard_for_ever, (void *)(i + 1)) == 0);
+	MUST(pthread_create(&threads[3], NULL, walk_for_ever, NULL) == 0);
+	sleep_ms(2500);
+	atomic_store(&stop, true);
+	for (size_t i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+}
+
+static void lazily(void)
+{
+	struct area area = area_new(working_set() / 2, 12, 1);
+	for (uint64_t round = 1; round < 4; round++) {
+		if (round != 2) area_push_out(&area);
+		MUST(madvise(area.at, area.pages * PAGE, MADV_FREE) == 0);
+		if (round == 3) filler_walk();
+		for (size_t page = 0; page < area.pages; page += 2) page_write(area.at + page * PAGE, 12, page, round + 1);
+		filler_walk();
+		filler_walk();
+		for (size_t page = 0; page < area.pages; page++) {
+			if (page % 2 == 0) page_check(area.at + page * PAGE, 12, page, round + 1);
+			else if (!page_is_zero(area.at + page * PAGE)) page_check(area.at + page * PAGE, 12, page, round);
+		}
+		area_fill(&area, round + 1);
+	}
+	area_check(&area, 4);
+}
+
+static void heap_end(void)
+{
+	size_t bytes = working_set() / 2;
+	/* Nothing in between may call malloc: the heap's end is ours. */
+	unsigned char *base = sbrk(0);
+	MUST(brk(base + (PAGE - (uintptr_t)base % PAGE) % PAGE) == 0);
+	base = sbrk((intptr_t)bytes);
+	MUST(base != (void *)-1);
+	struct area area = area_over(base, bytes, 13), low = area_over(base, bytes / 2, 13);
+	area_fill(&area, 1);
+	for (uint64_t round = 1; round < 5; round++) {
+		area_push_out(&area);
+		MUST(sbrk(-(intptr_t)(bytes / 2)) != (void *)-1);
+		if (round % 2) filler_walk();
+		MUST(sbrk((intptr_t)(bytes / 2)) == base + bytes / 2);
+		must_be_zero(base + bytes / 2, bytes / 2, "the heap went down and up again");
+		area_check(&low, round);
+		area_fill(&area, round + 1);
+	}
+	area_push_out(&area);
+	area_check(&area, 5);
+}
+
+static sigjmp_buf faulted;
+static void on_fault(int signal) { siglongjmp(faulted, signal); }
+
+static bool faults(const void *at)
+{
+	struct sigaction action = {.sa_handler = on_fault}, old;
+	MUST(sigaction(SIGSEGV, &action, &old) == 0);
+	bool did = true;
+	if (sigsetjmp(faulted, 1) == 0) {
+		(void)*(const volatile unsigned char *)at;
+		did = false;
+	}
+	MUST(sigaction(SIGSEGV, &old, NULL) == 0);
+	return did;
+}
+
+static void over_fork(int advice)
+{
+	struct area area = area_new(working_set() / 2, 14, 1), plain = area_new(4 * MIB, 15, 1);
+	MUST(madvise(area.at, area.pages * PAGE, advice) == 0);
+	for (uint64_t round = 1; round < 4; round++) {
+		area_push_out(&area);
+		pid_t child = fork();
+		if (child == 0) {
+			area_check(&plain, 1);
+			if (advice == MADV_WIPEONFORK) {
+				must_be_zero(area.at, area.pages * PAGE, "MADV_WIPEONFORK in the child");
+				area_fill(&area, 77);
+				area_push_out(&area);
+				area_check(&area, 77);
+			} else {
+				for (size_t page = 0; page < area.pages; page += 97)
+					if (!faults(area.at + page * PAGE)) die("MADV_DONTFORK: page %zu exists in the child", page);
+				/* What is mapped there afterwards is new memory. */
+				must_be_zero(mmap(area.at, area.pages * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0),
+					     area.pages * PAGE, "mapped in the child where the parent has MADV_DONTFORK");
+			}
+			_exit(0);
+		}
+		must_succeed(child);
+		area_check(&area, round);
+		area_fill(&area, round + 1);
+	}
+}
+
+static void guard(void)
+{
+	struct area area = area_new(working_set() / 2, 16, 1);
+	area_push_out(&area);
+	size_t from = area.pages / 4, count = area.pages / 2;
+	if (madvise(area.at + from * PAGE, count * PAGE, MADV_GUARD_INSTALL) != 0) lacks("MADV_GUARD_INSTALL");
+	for (size_t page = from; page < from + count; page += 61)
+		if (!faults(area.at + page * PAGE)) die("a guard page can be read: page %zu", page);
+	filler_walk();
+	MUST(madvise(area.at + from * PAGE, count * PAGE, MADV_GUARD_REMOVE) == 0);
+	must_be_zero(area.at + from * PAGE, count * PAGE, "guard pages were installed and removed");
+	for (size_t page = 0; page < area.pages; page++)
+		if (page < from || page >= from + count) page_check(area.at + page * PAGE, 16, page, 1);
+}
+
+static void advice(void)
+{
+	static const int kinds[] = {MADV_COLD, MADV_PAGEOUT, MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_WILLNEED,
+				    MADV_RANDOM, MADV_SEQUENTIAL, MADV_NORMAL, MADV_MERGEABLE, MADV_UNMERGEABLE,
+				    MADV_DONTDUMP, MADV_DODUMP};
+	struct area area = area_new(working_set() / 2, 17, 1);
+	for (size_t i = 0; i < sizeof(kinds) / sizeof(kinds[0]); i++) {
+		area_push_out(&area);
+		/* What the kernel does not know it refuses; all that counts here is the contents. */
+		if (madvise(area.at + 3 * PAGE, (area.pages - 7) * PAGE, kinds[i]) != 0 && errno != EINVAL)
+			die("madvise %d: errno %d", kinds[i], errno);
+		area_check(&area, i + 1);
+		area_fill(&area, i + 2);
+	}
+}
+
+int main(int argc, char **argv)
+{
+	struct area kept = area_new(working_set() / 4, 8, 1);
+	if (mode_is(argc, argv, "dontneed")) dontneed();
+	else if (mode_is(argc, argv, "racing")) racing();
+	else if (mode_is(argc, argv, "free")) lazily();
+	else if (mode_is(argc, argv, "brk")) heap_end();
+	else if (mode_is(argc, argv, "wipeonfork")) over_fork(MADV_WIPEONFORK);
+	else if (mode_is(argc, argv, "dontfork")) over_fork(MADV_DONTFORK);
+	else if (mode_is(argc, argv, "guard")) guard();
+	else if (mode_is(argc, argv, "advice")) advice();
+	else die("dontneed | racing | free | brk | wipeonfork | dontfork | guard | advice");
+	area_check(&kept, 1);
+	return passed();
+}

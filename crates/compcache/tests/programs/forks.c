@@ -1,0 +1,197 @@
+/*
+ * fork while memory is evicted: both sides go on, verify everything, change it, and verify again.
+ *
+ *   both_sides   one child, which goes on at the same time as its parent
+ *   many         several children at once, each changing other pages
+ *   from_thread  one thread forks while others keep changing their memory
+ *   nested       a child of a child of a child
+ *   exec_loop    a shell's life: fork and exec of /bin/true, again and again
+ *   outlives     the parent dies at once; the child goes on and reports to the grandparent
+ */
+#include "trap.h"
+
+static void change(const struct area *area, size_t start, size_t stride, uint64_t generation)
+{
+	for (size_t page = start; page < area->pages; page += stride)
+		page_write(area->at + page * PAGE, area->tag, page, generation);
+}
+
+static void check_changed(const struct area *area, size_t start, size_t stride, uint64_t old, uint64_t new)
+{
+	for (size_t page = 0; page < area->pages; page++)
+		page_check(area->at + page * PAGE, area->tag, page, page >= start && (page - start) % stride == 0 ? new : old);
+}
+
+static void both_sides(struct area *area)
+{
+	area_push_out(area);
+	pid_t child = fork();
+	uint64_t mine = child == 0 ? 2 : 3;
+	change(area, child == 0 ? 1 : 0, 2, mine);
+	check_changed(area, child == 0 ? 1 : 0, 2, 1, mine);
+	area_push_out(area);
+	check_changed(area, child == 0 ? 1 : 0, 2, 1, mine);
+	area_fill(area, mine + 10);
+	area_push_out(area);
+	area_check(area, mine + 10);
+	if (child == 0) _exit(0);
+	must_succeed(child);
+}
+
+static void many(struct area *area)
+{
+	enum { CHILDREN = 5 };
+	for (uint64_t round = 0; round < 2; round++) {
+		area_push_out(area);
+		pid_t children[CHILDREN];
+		for (size_t i = 0; i < CHILDREN; i++) {
+			children[i] = fork();
+			if (children[i] == 0) {
+				change(area, i, CHILDREN, 100 + i);
+				check_changed(area, i, CHILDREN, round + 1, 100 + i);
+				filler_walk();
+				check_changed(area, i, CHILDREN, round + 1, 100 + i);
+				_exit(0);
+			}
+			/* The parent changes pages while its children start from what was there. */
+			change(area, 0, 64, round + 1);
+		}
+		for (size_t i = 0; i < CHILDREN; i++) must_succeed(children[i]);
+		area_check(area, round + 1);
+		area_fill(area, round + 2);
+	}
+}
+
+enum { MUTATORS = 3 };
+static struct area moving[MUTATORS];
+static _Atomic uint64_t generation_of[MUTATORS];
+static atomic_bool stop;
+
+static void *mutate(void *argument)
+{
+	size_t which = (uintptr_t)argument;
+	for (uint64_t generation = 1; !atomic_load(&stop); generation++) {
+		atomic_store(&generation_of[which], generation);
+		area_fill(&moving[which], generation);
+	}
+	return NULL;
+}
+
+/* While a thread writes a page, fork may copy it half done: each word is of this generation, the last or the next. */
+static void check_moving(const struct area *area, uint64_t generation)
+{
+	for (size_t page = 0; page < area->pages; page++) {
+		const volatile uint64_t *words = (const volatile uint64_t *)(area->at + page * PAGE);
+		if (page_compare((const void *)words, area->tag, page, generation) == WORDS) continue;
+		if (page_compare((const void *)words, area->tag, page, generation - 1) == WORDS) continue;
+		static uint64_t allowed[3][WORDS];
+		for (uint64_t i = 0; i < 3; i++) page_write(allowed[i], area->tag, page, generation - 1 + i);
+		for (unsigned i = 0; i < WORDS; i++) {
+			uint64_t word = words[i];
+			if (word != allowed[0][i] && word != allowed[1][i] && word != allowed[2][i])
+				die("WRONG BYTES in a forked child at %p: page %zu word %u is %016llx, generation %llu +- 1",
+				    (const void *)words, page, i, (unsigned long long)word, (unsigned long long)generation);
+		}
+	}
+}
+
+static void from_thread(struct area *area)
+{
+	pthread_t threads[MUTATORS];
+	for (uintptr_t i = 0; i < MUTATORS; i++) {
+		moving[i] = area_new(working_set() / 8, 50 + i, 0);
+		atomic_store(&generation_of[i], 1);
+		MUST(pthread_create(&threads[i], NULL, mutate, (void *)i) == 0);
+	}
+	for (int round = 0; round < 25; round++) {
+		if (round % 8 == 0) area_push_out(area);
+		pid_t child = fork();
+		if (child == 0) {
+			for (size_t i = 0; i < MUTATORS; i++) check_moving(&moving[i], atomic_load(&generation_of[i]));
+			for (size_t page = (size_t)round; page < area->pages; page += 16)
+				page_check(area->at + page * PAGE, area->tag, page, 1);
+			_exit(0);
+		}
+		must_succeed(child);
+	}
+	atomic_store(&stop, true);
+	for (size_t i = 0; i < MUTATORS; i++) pthread_join(threads[i], NULL);
+	for (size_t i = 0; i < MUTATORS; i++) area_check(&moving[i], atomic_load(&generation_of[i]));
+	area_check(area, 1);
+}
+
+static void nested(struct area *area, size_t depth)
+{
+	area_push_out(area);
+	pid_t child = depth ? fork() : -1;
+	if (child == 0) {
+		area_check(area, 100 - depth);
+		area_fill(area, 100 - depth + 1);
+		nested(area, depth - 1);
+		_exit(0);
+	}
+	filler_walk();
+	area_check(area, 100 - depth);
+	if (depth) must_succeed(child);
+}
+
+static void exec_loop(struct area *area)
+{
+	for (size_t round = 0; round < 40; round++) {
+		pid_t child = fork();
+		if (child == 0) {
+			execl("/bin/true", "true", (char *)NULL);
+			_exit(9);
+		}
+		for (size_t page = round; page < area->pages; page += 16)
+			page_write(area->at + page * PAGE, area->tag, page, 1);
+		must_succeed(child);
+		if (round % 8 == 0) {
+			area_push_out(area);
+			area_check(area, 1);
+		}
+	}
+}
+
+static void outlives(struct area *area)
+{
+	area_push_out(area);
+	int pipes[2];
+	MUST(pipe(pipes) == 0);
+	pid_t middle = fork();
+	if (middle == 0) {
+		if (fork() == 0) {
+			close(pipes[0]);
+			sleep_ms(200);
+			area_check(area, 1);
+			area_fill(area, 2);
+			area_push_out(area);
+			area_check(area, 2);
+			MUST(write(pipes[1], "k", 1) == 1);
+			_exit(0);
+		}
+		/* Dies like a process that the kernel killed: no handler of anybody runs. */
+		kill(getpid(), SIGKILL);
+	}
+	close(pipes[1]);
+	waitpid(middle, NULL, 0);
+	char verdict = 0;
+	MUST(read(pipes[0], &verdict, 1) == 1 && verdict == 'k');
+	area_check(area, 1);
+}
+
+int main(int argc, char **argv)
+{
+	size_t bytes = mode_is(argc, argv, "nested") || mode_is(argc, argv, "many") ? working_set() / 4 : working_set() / 2;
+	struct area area = area_new(bytes, 4, 1);
+	if (mode_is(argc, argv, "both_sides")) both_sides(&area);
+	else if (mode_is(argc, argv, "many")) many(&area);
+	else if (mode_is(argc, argv, "from_thread")) from_thread(&area);
+	else if (mode_is(argc, argv, "nested")) {
+		area_fill(&area, 100 - 5);
+		nested(&area, 5);
+	} else if (mode_is(argc, argv, "exec_loop")) exec_loop(&area);
+	else if (mode_is(argc, argv, "outlives")) outlives(&area);
+	else die("both_sides | many | from_thread | nested | exec_loop | outlives");
+	return passed();
+}

@@ -1,0 +1,133 @@
+/*
+ * The program limits itself; the pager lives in the same process and must go on working.
+ *
+ *   as        RLIMIT_AS a little above what it uses
+ *   data      RLIMIT_DATA likewise
+ *   files     RLIMIT_NOFILE of the descriptors it has
+ *   memlock   RLIMIT_MEMLOCK of zero
+ *   processes RLIMIT_NPROC of zero
+ *   seccomp   a filter on the calling thread alone, which refuses what a pager needs
+ *   tsync     a filter on all threads that refuses nothing that matters
+ *   strict    seccomp's strict mode on one thread: read, write, exit
+ */
+#include "trap.h"
+#include <linux/audit.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+
+static struct area area;
+
+static size_t field_kib(const char *name)
+{
+	char text[8192];
+	int fd = open("/proc/self/status", O_RDONLY);
+	ssize_t length = read(fd, text, sizeof(text) - 1);
+	close(fd);
+	MUST(length > 0);
+	text[length] = 0;
+	char *at = strstr(text, name);
+	MUST(at);
+	return strtoul(at + strlen(name), NULL, 10);
+}
+
+static void limit(int which, rlim_t value)
+{
+	struct rlimit now = {value, value};
+	MUST(setrlimit(which, &now) == 0);
+}
+
+static void work(void)
+{
+	for (uint64_t round = 1; round < 4; round++) {
+		area_check(&area, round);
+		area_fill(&area, round + 1);
+		filler_walk();
+	}
+	area_push_out(&area);
+	area_check(&area, 4);
+}
+
+static void refuse(const int *calls, size_t count, unsigned flags)
+{
+	struct sock_filter code[64];
+	unsigned short at = 0;
+	code[at++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
+	for (size_t i = 0; i < count; i++) {
+		code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (unsigned)calls[i], 0, 1);
+		code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM);
+	}
+	code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+	struct sock_fprog program = {at, code};
+	MUST(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+	if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, flags, &program) != 0) lacks("seccomp");
+}
+
+static void *strictly(void *argument)
+{
+	int *pair = argument;
+	if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT) != 0) lacks("strict seccomp");
+	bool right = true;
+	for (size_t page = 0; page < area.pages; page++)
+		right = right && page_compare(area.at + page * PAGE, area.tag, page, 1) == WORDS;
+	if (write(pair[1], right ? "r" : "w", 1) != 1) syscall(SYS_exit, 1);
+	syscall(SYS_exit, 0);
+	return NULL;
+}
+
+int main(int argc, char **argv)
+{
+	filler_walk();
+	bool early = mode_is(argc, argv, "seccomp");
+	if (!early) {
+		area = area_new(working_set() / 2, 34, 1);
+		area_push_out(&area);
+	}
+	if (mode_is(argc, argv, "as")) {
+		limit(RLIMIT_AS, (field_kib("VmSize:") << 10) + 2 * MIB);
+		MUST(mmap(NULL, 64 * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED);
+		work();
+	} else if (mode_is(argc, argv, "data")) {
+		limit(RLIMIT_DATA, (field_kib("VmData:") << 10) + 2 * MIB);
+		MUST(mmap(NULL, 64 * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED);
+		work();
+	} else if (mode_is(argc, argv, "files")) {
+		limit(RLIMIT_NOFILE, 4);
+		work();
+		pid_t child = fork();
+		if (child == 0) {
+			area_check(&area, 4);
+			_exit(0);
+		}
+		must_succeed(child);
+	} else if (mode_is(argc, argv, "memlock")) {
+		limit(RLIMIT_MEMLOCK, 0);
+		work();
+	} else if (mode_is(argc, argv, "processes")) {
+		limit(RLIMIT_NPROC, 0);
+		work();
+	} else if (early) {
+		/* Before there is anything to evict: a thread that a pager starts later must not inherit the filter. */
+		static const int calls[] = {SYS_ioctl, SYS_userfaultfd, SYS_mremap, SYS_madvise, SYS_clone, SYS_clone3, SYS_unshare};
+		refuse(calls, sizeof(calls) / sizeof(calls[0]), 0);
+		area = area_new(working_set() / 2, 34, 1);
+		area_push_out(&area);
+		work();
+	} else if (mode_is(argc, argv, "tsync")) {
+		static const int calls[] = {SYS_reboot, SYS_swapon, SYS_mount, SYS_ptrace};
+		refuse(calls, sizeof(calls) / sizeof(calls[0]), SECCOMP_FILTER_FLAG_TSYNC);
+		work();
+	} else if (mode_is(argc, argv, "strict")) {
+		int pair[2];
+		pthread_t thread;
+		char verdict = 0;
+		MUST(pipe(pair) == 0 && pthread_create(&thread, NULL, strictly, pair) == 0);
+		MUST(read(pair[0], &verdict, 1) == 1 && verdict == 'r');
+		work();
+	} else {
+		die("as | data | files | memlock | processes | seccomp | tsync | strict");
+	}
+	return passed();
+}

@@ -1,0 +1,57 @@
+/*
+ * Copies of a process that no fork handler hears of: the raw system calls, and _Fork of the C library.
+ * Such a child finds evicted pages as zeroes, unless the pager notices; each must have right memory, and so its parent.
+ */
+#include "trap.h"
+#include <linux/sched.h>
+
+static pid_t copy_of_process(const char *how)
+{
+	if (strcmp(how, "clone") == 0) return (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+	if (strcmp(how, "clone3") == 0) {
+		struct clone_args arguments = {.exit_signal = SIGCHLD};
+		return (pid_t)syscall(SYS_clone3, &arguments, sizeof(arguments));
+	}
+	if (strcmp(how, "fork") == 0) {
+#ifdef SYS_fork
+		return (pid_t)syscall(SYS_fork);
+#else
+		lacks("SYS_fork");
+#endif
+	}
+	if (strcmp(how, "_Fork") == 0) return _Fork();
+	die("clone | clone3 | fork | _Fork | clone_function");
+}
+
+static struct area area;
+
+static int child_work(void *unused)
+{
+	(void)unused;
+	area_check(&area, 1);
+	for (size_t page = 0; page < area.pages; page += 2) page_write(area.at + page * PAGE, area.tag, page, 2);
+	filler_walk();
+	filler_walk();
+	for (size_t page = 0; page < area.pages; page++) page_check(area.at + page * PAGE, area.tag, page, page % 2 ? 1 : 2);
+	return 0;
+}
+
+int main(int argc, char **argv)
+{
+	MUST(argc == 2);
+	area = area_new(working_set() / 2, 7, 1);
+	for (int round = 0; round < 3; round++) {
+		area_push_out(&area);
+		pid_t child;
+		if (mode_is(argc, argv, "clone_function")) {
+			unsigned char *stack = map_private(MIB);
+			child = clone(child_work, stack + MIB, SIGCHLD, NULL);
+		} else {
+			child = copy_of_process(argv[1]);
+			if (child == 0) _exit(child_work(NULL));
+		}
+		must_succeed(child);
+		area_check(&area, 1);
+	}
+	return passed();
+}

@@ -1,0 +1,124 @@
+/*
+ * Threads come and go while memory leaves.
+ *
+ * When a thread ends, the kernel clears the tid word in its control block without waiting for a pager: if that page is
+ * evicted, whoever joins the thread waits for ever. Modes:
+ *
+ *   churn       threads are created and joined in bursts while another thread makes everything cold
+ *   cold        threads sleep until their stacks are as cold as can be, then end
+ *   own_stacks  the same on stacks that the program allocated itself, in the middle of its heap
+ *   detached    nobody joins; the stacks are reused by the C library
+ */
+#include "trap.h"
+
+enum { BURST = 16, PARKED = 48, OWN_STACK = 256 * 1024 };
+
+static struct area area;
+static atomic_bool stop;
+static atomic_int woken, ended;
+
+static void *walk_for_ever(void *unused)
+{
+	(void)unused;
+	while (!atomic_load(&stop)) filler_walk();
+	return NULL;
+}
+
+static void look_around(uintptr_t start)
+{
+	char local[8192];
+	memset(local, (int)start, sizeof(local));
+	for (size_t i = 0; i < 8; i++) {
+		size_t page = mix(start * 64 + i) % area.pages;
+		page_check(area.at + page * PAGE, area.tag, page, 1);
+	}
+	for (size_t i = 0; i < sizeof(local); i++) MUST(local[i] == (char)start);
+	atomic_fetch_add(&ended, 1);
+}
+
+static void *brief(void *argument)
+{
+	look_around((uintptr_t)argument);
+	return argument;
+}
+
+static void *parked(void *argument)
+{
+	/* Raw futex-free waiting: a thread that polls rarely leaves its stack alone. */
+	while (!atomic_load(&woken)) sleep_ms(300);
+	if ((uintptr_t)argument & 1) look_around((uintptr_t)argument);
+	return argument;
+}
+
+static void join_within(pthread_t thread, uintptr_t expected)
+{
+	struct timespec until;
+	clock_gettime(CLOCK_REALTIME, &until);
+	until.tv_sec += 20;
+	void *result;
+	int error = pthread_timedjoin_np(thread, &result, &until);
+	if (error) die("HANG: pthread_join of thread %ju: error %d", (uintmax_t)expected, error);
+	MUST((uintptr_t)result == expected);
+}
+
+static void churn(void)
+{
+	for (uintptr_t burst = 0; burst < 100; burst++) {
+		pthread_t threads[BURST];
+		for (uintptr_t i = 0; i < BURST; i++)
+			MUST(pthread_create(&threads[i], NULL, brief, (void *)(burst * BURST + i)) == 0);
+		for (uintptr_t i = 0; i < BURST; i++) join_within(threads[i], burst * BURST + i);
+	}
+}
+
+static void park(bool own_stacks)
+{
+	pthread_t threads[PARKED];
+	for (uintptr_t i = 0; i < PARKED; i++) {
+		pthread_attr_t attributes;
+		MUST(pthread_attr_init(&attributes) == 0);
+		if (own_stacks) {
+			/* Touched as a heap is: the neighbours of a stack are ordinary memory. */
+			unsigned char *around = map_private(OWN_STACK + 2 * 64 * PAGE);
+			memset(around, 0x5a, OWN_STACK + 2 * 64 * PAGE);
+			MUST(pthread_attr_setstack(&attributes, around + 64 * PAGE, OWN_STACK) == 0);
+		}
+		MUST(pthread_create(&threads[i], &attributes, parked, (void *)i) == 0);
+		pthread_attr_destroy(&attributes);
+	}
+	for (int i = 0; i < 3; i++) area_push_out(&area);
+	atomic_store(&woken, 1);
+	for (uintptr_t i = 0; i < PARKED; i++) join_within(threads[i], i);
+}
+
+static void detach(void)
+{
+	for (uintptr_t i = 0; i < 800; i++) {
+		pthread_t thread;
+		MUST(pthread_create(&thread, NULL, brief, (void *)i) == 0);
+		MUST(pthread_detach(thread) == 0);
+		while ((int)i - atomic_load(&ended) > 32) sched_yield();
+	}
+	double start = seconds_now();
+	while (atomic_load(&ended) < 800) {
+		if (seconds_now() - start > 20) die("HANG: %d of 800 detached threads ended", atomic_load(&ended));
+		sleep_ms(1);
+	}
+}
+
+int main(int argc, char **argv)
+{
+	area = area_new(working_set() / 2, 3, 1);
+	area_push_out(&area);
+	pthread_t walker;
+	MUST(pthread_create(&walker, NULL, walk_for_ever, NULL) == 0);
+	if (mode_is(argc, argv, "churn")) churn();
+	else if (mode_is(argc, argv, "cold")) park(false);
+	else if (mode_is(argc, argv, "own_stacks")) park(true);
+	else if (mode_is(argc, argv, "detached")) detach();
+	else die("churn | cold | own_stacks | detached");
+	atomic_store(&stop, true);
+	join_within(walker, 0);
+	area_check(&area, 1);
+	return passed();
+}
