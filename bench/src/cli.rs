@@ -14,7 +14,7 @@ use crate::run::{self, Job, Output};
 use crate::session::{self, Session};
 use crate::side::Bench;
 use crate::table::mib;
-use crate::{hotcold, latency, programs, record, scan};
+use crate::{hotcold, latency, programs, record, scan, store};
 
 /// Compares compcache with the kernel's own compressed memory, side by side in one run.
 #[derive(Parser)]
@@ -38,6 +38,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// The engine beside its codec: times, two threads, memory held.
+    Store,
     /// Passes over a memory four times as large as its cap, against zram, zswap and disk swap.
     Scan(scan::Options),
     /// Nine tenths of the accesses to one tenth of the memory.
@@ -95,6 +97,7 @@ pub fn run() -> Result<u8> {
         Bench::begin(compcache_path(cli.compcache.clone())?)
     };
     match &cli.command {
+        Command::Store => store::run(cli.quick, record)?,
         Command::Scan(options) => scan::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Hotcold(options) => hotcold::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Latency(options) => latency::run(&begin()?, options, cli.quick, rounds, record)?,

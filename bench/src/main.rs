@@ -16,6 +16,7 @@ mod scan;
 mod session;
 mod side;
 mod stat;
+mod store;
 mod table;
 
 use std::process::ExitCode;

@@ -1,4 +1,7 @@
 //! The programs and the files they work on, made from fixed seeds so that every run does the same.
+//!
+//! Node and Java choose the size of their heap, and Java its collector, after the limit of the control group they run
+//! in. Here both are told, so that every side runs the same program.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -32,7 +35,7 @@ fn program<W: Into<OsString>>(name: &'static str, words: impl IntoIterator<Item 
 
 fn python(directory: &Path, quick: bool) -> Result<Program> {
     let script = write(directory, "dict.py", include_str!("dict.py"))?;
-    let entries = if quick { "30000" } else { "400000" };
+    let entries = if quick { "30000" } else { "200000" };
     let mut program = program("python", ["python3".into(), script.into_os_string(), entries.into()]);
     program.environment.push(("PYTHONHASHSEED", "1".into()));
     Ok(program)
@@ -43,7 +46,7 @@ fn sort(directory: &Path, quick: bool) -> Result<Program> {
     let mut file = BufWriter::new(File::create(&path)?);
     let mut rng = fastrand::Rng::with_seed(11);
     let names = ["alder", "birch", "cedar", "elm", "fir", "hazel", "juniper", "larch", "maple", "oak", "rowan", "yew"];
-    for _ in 0..if quick { 300_000 } else { 1_500_000 } {
+    for _ in 0..if quick { 300_000 } else { 700_000 } {
         let mut word = || names[rng.usize(..names.len())];
         let (first, second, third) = (word(), word(), word());
         writeln!(
@@ -61,13 +64,13 @@ fn sort(directory: &Path, quick: bool) -> Result<Program> {
 }
 
 fn gcc(directory: &Path, quick: bool) -> Result<Program> {
-    let path = write(directory, "large.cpp", &cpp_source(if quick { 4 } else { 50 }))?;
+    let path = write(directory, "large.cpp", &cpp_source(if quick { 4 } else { 20 }))?;
     let words = ["g++", "-O1", "-w", "-S", "-o", "-"];
     Ok(program("gcc", words.into_iter().map(OsString::from).chain([path.into_os_string()])))
 }
 
 fn sqlite(directory: &Path, quick: bool) -> Result<Program> {
-    let script = sql_script(if quick { 150_000 } else { 1_000_000 });
+    let script = sql_script(if quick { 150_000 } else { 400_000 });
     let path = write(directory, "tables.sql", &script)?;
     Ok(program(
         "sqlite",
@@ -77,14 +80,17 @@ fn sqlite(directory: &Path, quick: bool) -> Result<Program> {
 
 fn node(directory: &Path, quick: bool) -> Result<Program> {
     let script = write(directory, "objects.js", include_str!("objects.js"))?;
-    let entries = if quick { "50000" } else { "600000" };
-    Ok(program("node", ["node".into(), script.into_os_string(), entries.into()]))
+    let entries = if quick { "50000" } else { "250000" };
+    Ok(program("node", ["node".into(), "--max-old-space-size=1024".into(), script.into_os_string(), entries.into()]))
 }
 
 fn java(directory: &Path, quick: bool) -> Result<Program> {
     let source = write(directory, "Maps.java", include_str!("Maps.java"))?;
-    let entries = if quick { "50000" } else { "600000" };
-    Ok(program("java", ["java".into(), "-Xmx512m".into(), source.into_os_string(), entries.into()]))
+    let entries = if quick { "50000" } else { "250000" };
+    Ok(program(
+        "java",
+        ["java".into(), "-XX:+UseSerialGC".into(), "-Xmx512m".into(), source.into_os_string(), entries.into()],
+    ))
 }
 
 fn write(directory: &Path, name: &str, text: &str) -> Result<PathBuf> {

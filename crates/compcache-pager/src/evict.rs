@@ -2,7 +2,7 @@
 //!
 //! A hand goes round the registered ranges in order of address. A page it meets that has heat loses one degree and
 //! stays; a cold one is moved out to staging, in runs as long as they come. There it gets a second chance: it is
-//! compressed only when a third of the groups are staged behind it, and if it is touched before, it goes back and is
+//! compressed only when a quarter of the groups are staged behind it, and if it is touched before, it goes back and is
 //! hot. Heat also comes from the refault distance (`fault`): a page that returns sooner than the whole resident set
 //! could have been replaced belongs to the working set.
 //!
@@ -56,6 +56,8 @@ pub struct Evictor {
     runs: [(usize, usize); RUNS_MAX],
     run: usize,
     run_count: usize,
+    /// What is left of the run under the hand.
+    rest: Range<usize>,
     /// The map's generation when `runs` was filled.
     generation: u64,
     hand: usize,
@@ -93,6 +95,7 @@ impl Evictor {
             runs: [(0, 0); RUNS_MAX],
             run: 0,
             run_count: 0,
+            rest: 0..0,
             generation: 0,
             hand: 0,
             files: None,
@@ -106,8 +109,7 @@ impl Evictor {
     /// Forgets what a parent's evictor was in the middle of. Its descriptors were the parent's.
     pub fn reset(&mut self) {
         core::mem::forget(self.files.take());
-        self.run_count = 0;
-        self.run = 0;
+        (self.run, self.run_count, self.rest) = (0, 0, 0..0);
         self.morgue_used = 0;
         self.cpu_ns = 0;
     }
@@ -199,7 +201,7 @@ impl Evictor {
             return false;
         }
         let limit_bytes = state.limit_pages as usize * PAGE;
-        let groups = (limit_bytes / (GROUP * PAGE) / 32).clamp(24, GROUPS_MAX);
+        let groups = (limit_bytes / (GROUP * PAGE) / 20).clamp(24, GROUPS_MAX);
         state.staging.reset(pager.staging_start, groups);
         if channel.uffd.register(pager.staging_start, GROUPS_MAX * GROUP * PAGE).is_err() || pager.start_handler().is_err() {
             pager.region.note_trouble(crate::shared::Trouble::NoThread, 0);
@@ -244,6 +246,7 @@ impl Evictor {
     fn evict(&mut self, pager: &Pager, channel: &Channel) {
         let mut fruitless = 0;
         loop {
+            pager.turn.let_go_first();
             let mut state = pager.state.lock();
             if pager.frozen.load(Acquire) {
                 return;
@@ -268,7 +271,7 @@ impl Evictor {
                 Filled::Some => fruitless = 0,
                 Filled::EventPending => {
                     drop(state);
-                    rustix::thread::sched_yield();
+                    lock::pause();
                 }
                 Filled::Nothing => {
                     fruitless += 1;
@@ -327,8 +330,10 @@ impl Evictor {
         let mut outcome = Filled::Nothing;
         let mut wrapped = 0;
         while filled < GROUP {
-            let Some(run) = self.next_run(channel, state, &mut wrapped) else { break };
-            let cold = self.cold_part(pager, state, run, GROUP - filled);
+            if !self.next_run(channel, state, &mut wrapped) {
+                break;
+            }
+            let cold = self.cold_part(pager, state, GROUP - filled);
             if cold.is_empty() {
                 continue;
             }
@@ -341,11 +346,11 @@ impl Evictor {
             match error {
                 None => {}
                 Some(Errno::EAGAIN) => {
-                    self.unread(cold.start + moved * PAGE);
+                    self.rest.start = cold.start + moved * PAGE;
                     outcome = Filled::EventPending;
                     break;
                 }
-                Some(errno) => self.pass_over(pager, state, cold.start + moved * PAGE, errno),
+                Some(errno) => self.pass_over(state, cold.start + moved * PAGE, errno),
             }
         }
         if filled == 0 {
@@ -356,19 +361,22 @@ impl Evictor {
         Filled::Some
     }
 
-    /// The next run of present pages under the hand.
-    fn next_run(&mut self, channel: &Channel, state: &mut State, wrapped: &mut u32) -> Option<Range<usize>> {
+    /// Sees to it that there is something in `rest`: what is left of a run of present pages, or the next run. False when
+    /// the hand has been everywhere.
+    fn next_run(&mut self, channel: &Channel, state: &mut State, wrapped: &mut u32) -> bool {
         if self.generation != state.generation {
             self.generation = state.generation;
-            self.run_count = 0;
-            self.run = 0;
+            (self.run, self.run_count, self.rest) = (0, 0, 0..0);
+        }
+        if !self.rest.is_empty() {
+            return true;
         }
         while self.run == self.run_count {
             let Some(region) = state.regions.at_or_after(self.hand) else {
                 *wrapped += 1;
                 // Each round takes one degree of heat off: after as many everything is cold that is there.
                 if *wrapped > HEAT_MAX + 1 || state.regions.len() == 0 {
-                    return None;
+                    return false;
                 }
                 self.hand = 0;
                 continue;
@@ -385,52 +393,41 @@ impl Evictor {
         }
         let (start, end) = self.runs[self.run];
         self.run += 1;
-        Some(start..end)
+        self.rest = start..end;
+        true
     }
 
-    /// Puts the rest of the last run back: it is looked at again.
-    fn unread(&mut self, from: usize) {
-        self.run -= 1;
-        self.runs[self.run].0 = from;
-    }
-
-    /// The first cold pages of a run, at most `most`; what comes after them stays to be looked at, what was hot before
-    /// them has cooled by one degree.
-    fn cold_part(&mut self, pager: &Pager, state: &mut State, run: Range<usize>, most: usize) -> Range<usize> {
-        let mut start = run.start;
-        while start < run.end && !is_cold(pager, state, start) {
-            start += PAGE;
+    /// The first cold pages of `rest`, at most `most`; what was hot before and just after them has cooled by one degree.
+    /// `rest` is what comes after.
+    fn cold_part(&mut self, pager: &Pager, state: &mut State, most: usize) -> Range<usize> {
+        let mut at = self.rest.start;
+        let mut cold = None;
+        while at < self.rest.end {
+            let is_cold = is_cold(pager, state, at);
+            at += PAGE;
+            match (&mut cold, is_cold) {
+                (None, true) => cold = Some(at - PAGE..at),
+                (Some(cold), true) => cold.end = at,
+                (None, false) => continue,
+                (Some(_), false) => break,
+            }
+            if cold.as_ref().is_some_and(|cold| (cold.end - cold.start) / PAGE == most) {
+                break;
+            }
         }
-        let mut end = start;
-        while end < run.end && (end - start) / PAGE < most && (end == start || is_cold(pager, state, end)) {
-            end += PAGE;
-        }
-        // `is_cold` has cooled the page at `end` if it was hot; it must not be asked twice in one round.
-        let next = if (end - start) / PAGE < most && end < run.end { end + PAGE } else { end };
-        if next < run.end {
-            self.unread(next);
-        }
-        start..end
+        self.rest.start = at;
+        cold.unwrap_or(at..at)
     }
 
     /// A page that will not move: pinned, shared with a copy of the process, gone, or in a range of another kind.
-    fn pass_over(&mut self, pager: &Pager, state: &mut State, address: usize, errno: Errno) {
-        let _ = pager;
-        let next = match errno {
-            Errno::EBUSY | Errno::ENOENT => address + PAGE,
-            _ => {
-                let region = state.regions.containing(address);
-                let end = region.map_or(address + PAGE, |region| region.end);
-                self.hand = self.hand.max(end);
-                while self.run < self.run_count && self.runs[self.run].0 < end {
-                    self.run += 1;
-                }
-                return;
-            }
-        };
-        if self.run > 0 && self.runs[self.run - 1].1 > next && self.runs[self.run - 1].0 <= address {
-            self.unread(next);
+    fn pass_over(&mut self, state: &mut State, address: usize, errno: Errno) {
+        if matches!(errno, Errno::EBUSY | Errno::ENOENT) {
+            self.rest.start = (address + PAGE).min(self.rest.end);
+            return;
         }
+        let end = state.regions.containing(address).map_or(address + PAGE, |region| region.end);
+        self.hand = self.hand.max(end);
+        (self.run, self.run_count, self.rest) = (0, 0, 0..0);
     }
 }
 

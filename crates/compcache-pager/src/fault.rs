@@ -13,6 +13,7 @@ use crate::lock::{self, Guard};
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State, boxed_zeroed, clock_ns};
 use crate::shared::Trouble;
+use crate::staging::GROUP;
 use crate::streams::{Streams, Window};
 use crate::sys::{self, Errno};
 use crate::table::{HEAT_MAX, Phase, Word};
@@ -99,7 +100,9 @@ impl Handler {
         loop {
             channel.uffd.wait(-1);
             let begun = clock_ns();
+            pager.turn.want();
             let mut state = pager.state.lock();
+            pager.turn.had();
             self.pump(pager, &channel, &mut state);
             let mut answered = 0;
             while self.pending_len > 0 {
@@ -179,6 +182,9 @@ impl Handler {
         mut state: Guard<'a, Box<State>>,
         fault: Fault,
     ) -> Guard<'a, Box<State>> {
+        if state.staging.free_frames < GROUP && state.estimate_pages() >= state.limit_pages {
+            state = self.help(pager, state);
+        }
         loop {
             let attempt = if pager.frozen.load(Acquire) {
                 self.attempt_frozen(pager, channel, &mut state, fault.page)
@@ -192,21 +198,27 @@ impl Handler {
                         // The event has been read, but the thread that caused it has not yet gone on.
                         drop(state);
                         rustix::thread::sched_yield();
+                        pager.turn.want();
                         state = pager.state.lock();
+                        pager.turn.had();
                     }
                 }
             }
         }
-        if state.staging.free_frames == 0 && state.estimate_pages() > state.limit_pages + state.limit_pages / 32 {
-            state = self.wait_for_frames(pager, state);
-        }
         state
     }
 
-    /// The process grows faster than it is evicted from: whoever faults waits for the evictor.
-    fn wait_for_frames<'a>(&mut self, pager: &'a Pager, mut state: Guard<'a, Box<State>>) -> Guard<'a, Box<State>> {
+    /// Frames are short: compresses what is staged, as the evictor does on the other processor. With nothing staged and
+    /// the process well above its limit, whoever faults waits for the evictor.
+    fn help<'a>(&mut self, pager: &'a Pager, mut state: Guard<'a, Box<State>>) -> Guard<'a, Box<State>> {
+        if pager.frozen.load(Acquire) {
+            return state;
+        }
         if let Some(group) = state.staging.staged.pop() {
             return crate::evict::compress_group(pager, state, &mut self.worker, group);
+        }
+        if state.staging.free_frames > 0 || state.estimate_pages() < state.limit_pages + state.limit_pages / 32 {
+            return state;
         }
         let seen = pager.progress.load(Acquire);
         drop(state);
@@ -291,6 +303,7 @@ impl Handler {
             }
             asked = false;
         }
+        self.streams.brought(window.pages - left as u32);
         Answer::Done
     }
 
@@ -458,6 +471,7 @@ impl Handler {
                 (copied, error)
             }
         };
+        self.streams.brought((filled / PAGE) as u32);
         for touched in page..page + (filled / PAGE) as u64 {
             if state.table.get(touched) != Word::UNKNOWN {
                 state.table.update(touched, Word::new(Phase::Resident));

@@ -123,7 +123,7 @@ pub fn prepare(pager: &Pager) {
             return;
         }
         drop(state);
-        rustix::thread::sched_yield();
+        lock::pause();
     }
 }
 

@@ -23,6 +23,48 @@ pub fn wake(word: &AtomicU32) {
     let _ = futex::wake(word, futex::Flags::PRIVATE, i32::MAX as u32);
 }
 
+/// Lets one thread go first at a lock that another takes again and again.
+///
+/// The mutex is not fair: who frees it and comes back at once finds it free before the sleeper it woke has run. The one
+/// that must not starve announces itself here; the other waits until it has had the lock.
+pub struct Turn(AtomicU32);
+
+const NOBODY: u32 = 0;
+const WANTED: u32 = 1;
+const WANTED_AND_WATCHED: u32 = 2;
+
+impl Turn {
+    /// Nobody wants to go first.
+    pub const fn new() -> Self {
+        Turn(AtomicU32::new(NOBODY))
+    }
+
+    /// Announces that this thread wants the lock now.
+    pub fn want(&self) {
+        self.0.store(WANTED, Release);
+    }
+
+    /// It has it.
+    pub fn had(&self) {
+        if self.0.swap(NOBODY, AcqRel) == WANTED_AND_WATCHED {
+            wake(&self.0);
+        }
+    }
+
+    /// Waits until the other thread, if it wants the lock, has it.
+    pub fn let_go_first(&self) {
+        if self.0.compare_exchange(WANTED, WANTED_AND_WATCHED, AcqRel, Acquire) != Err(NOBODY) {
+            wait(&self.0, WANTED_AND_WATCHED, Some(1_000_000));
+        }
+    }
+}
+
+/// Waits a little, for what no word tells.
+pub fn pause() {
+    let never = AtomicU32::new(0);
+    wait(&never, 0, Some(50_000));
+}
+
 /// Mutual exclusion around a `T`.
 pub struct Mutex<T> {
     word: AtomicU32,

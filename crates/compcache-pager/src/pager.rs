@@ -23,7 +23,7 @@
 use crate::evict::Evictor;
 use crate::fault::Handler;
 use crate::fork::{ForkLog, ForkTurn};
-use crate::lock::{self, Mutex};
+use crate::lock::{self, Mutex, Turn};
 use crate::memory::{self, PAGE};
 use crate::process;
 use crate::regions::Ranges;
@@ -111,6 +111,8 @@ pub struct Pager {
     pub frozen_read: AtomicU64,
     /// The evictor sleeps on this word; any change wakes it.
     pub bell: AtomicU32,
+    /// The handler wants the lock: the evictor, which takes it again and again, lets it go first.
+    pub turn: Turn,
     /// Grows with every group of frames that becomes free: the handler waits on it when there is none.
     pub progress: AtomicU32,
     pub never: Box<Ranges<EXCLUDED_MAX>>,
@@ -177,6 +179,7 @@ impl Pager {
             frozen: AtomicBool::new(false),
             frozen_read: AtomicU64::new(0),
             bell: AtomicU32::new(0),
+            turn: Turn::new(),
             progress: AtomicU32::new(0),
             never,
             threads,

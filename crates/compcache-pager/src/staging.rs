@@ -156,17 +156,17 @@ impl Staging {
 
     /// Below this many garbage frames the evictor is asked for more.
     pub fn low_frames(&self) -> usize {
-        self.groups_max * GROUP / 8
+        self.groups_max * GROUP / 4
     }
 
     /// As many garbage frames are made when it is asked.
     pub fn high_frames(&self) -> usize {
-        self.groups_max * GROUP / 3
+        self.groups_max * GROUP / 2
     }
 
     /// Groups that stay staged for a second chance.
     pub fn held_groups(&self) -> usize {
-        self.groups_max / 3
+        self.groups_max / 4
     }
 
     /// A group whose pages are all elsewhere: its frames are garbage, or there are none.

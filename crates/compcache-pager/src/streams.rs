@@ -3,14 +3,14 @@
 //! Faults come in streams: a scan forwards, one backwards, one with a stride, several at once, or none at all. A fault
 //! that continues a stream (it lies where the stream's window ended, or one step on) doubles that stream's window, up to
 //! 64 pages; a fault that continues none starts a stream with a window of one page. So random accesses cost one page
-//! each, and a scan one fault in 64.
+//! each, and a scan one fault in 64. A step must be seen twice in a row before anything is brought for it.
 //!
 //! | fault at | stream | brought | next expected |
 //! |----------|--------|---------|---------------|
 //! | 100      | new    | 100     | (unknown)     |
-//! | 101      | step 1 | 101-102 | 103           |
-//! | 103      | step 1 | 103-106 | 107           |
-//! | 107      | step 1 | 107-114 | 115           |
+//! | 101      | step 1 | 101     | 102           |
+//! | 102      | step 1 | 102-103 | 104           |
+//! | 104      | step 1 | 104-107 | 108           |
 //!
 //! # Source
 //! The doubling window is that of Linux `mm/readahead.c` (`get_next_ra_size`); looking for strides among recent faults is
@@ -32,6 +32,8 @@ struct Stream {
     /// Pages from one access to the next; negative for backward scans.
     step: i64,
     window: u32,
+    /// Pages really brought last time, with the one asked for.
+    brought: u32,
     used_at: u64,
 }
 
@@ -50,34 +52,45 @@ pub struct Window {
 #[derive(Default)]
 pub struct Streams {
     streams: [Stream; STREAMS],
+    /// The stream of the last fault.
+    current: usize,
     clock: u64,
 }
 
 impl Streams {
-    /// The window for a fault at `page`.
+    /// The window for a fault at `page`. Say with [`Streams::brought`] what became of it.
     pub fn fault(&mut self, page: u64) -> Window {
         self.clock += 1;
-        for stream in &mut self.streams {
+        for (number, stream) in self.streams.iter_mut().enumerate() {
             if stream.window == 0 {
                 continue;
             }
-            if stream.step != 0 && near(page, stream.next, stream.step) {
-                let hits = stream.window - 1;
-                stream.window = (stream.window * 2).min(WINDOW_MAX);
-                return stream.go_on(page, self.clock, hits);
-            }
             let step = page as i64 - stream.last as i64;
-            if stream.step == 0 && step != 0 && step.abs() <= STEP_MAX {
+            let hits = if stream.step != 0 && near(page, stream.next, stream.step) {
+                stream.window = (stream.window * 2).min(WINDOW_MAX);
+                stream.brought - 1
+            } else if stream.window == 1 && step != 0 && step.abs() <= STEP_MAX {
+                // A step, or another one than before: it must be seen twice before anything is brought for it.
                 stream.step = step;
-                stream.window = 2;
-                return stream.go_on(page, self.clock, 0);
-            }
+                0
+            } else {
+                continue;
+            };
+            (stream.last, stream.used_at) = (page, self.clock);
+            self.current = number;
+            return Window { step: stream.step, pages: stream.window, hits };
         }
-        let oldest = self.streams.iter_mut().min_by_key(|stream| stream.used_at);
-        if let Some(stream) = oldest {
-            *stream = Stream { last: page, next: 0, step: 0, window: 1, used_at: self.clock };
-        }
+        let oldest = (0..STREAMS).min_by_key(|&number| self.streams[number].used_at).unwrap_or(0);
+        self.streams[oldest] = Stream { last: page, next: 0, step: 0, window: 1, brought: 1, used_at: self.clock };
+        self.current = oldest;
         Window { step: 1, pages: 1, hits: 0 }
+    }
+
+    /// How many pages of the last window were brought, with the one asked for: the stream is expected where they end.
+    pub fn brought(&mut self, pages: u32) {
+        let stream = &mut self.streams[self.current];
+        stream.brought = pages.max(1);
+        stream.next = (stream.last as i64 + stream.step * i64::from(stream.brought)) as u64;
     }
 }
 
@@ -85,15 +98,6 @@ impl Streams {
 fn near(page: u64, next: u64, step: i64) -> bool {
     let ahead = page as i64 - next as i64;
     ahead == 0 || ahead == step
-}
-
-impl Stream {
-    fn go_on(&mut self, page: u64, clock: u64, hits: u32) -> Window {
-        self.last = page;
-        self.next = (page as i64 + self.step * i64::from(self.window)) as u64;
-        self.used_at = clock;
-        Window { step: self.step, pages: self.window, hits }
-    }
 }
 
 #[cfg(test)]
@@ -108,6 +112,7 @@ mod tests {
             if present.insert(page) {
                 faults += 1;
                 let window = streams.fault(page);
+                streams.brought(window.pages);
                 for ahead in 1..i64::from(window.pages) {
                     present.insert((page as i64 + ahead * window.step) as u64);
                 }
@@ -138,6 +143,7 @@ mod tests {
             random ^= random >> 7;
             random ^= random << 17;
             brought += streams.fault(random % (1 << 30)).pages;
+            streams.brought(1);
         }
         assert!(brought <= 1010, "{brought} pages for 1000 random faults");
     }

@@ -27,10 +27,11 @@ static HEAP: SetupHeap = SetupHeap::new();
 static PAGER: AtomicPtr<Pager> = AtomicPtr::new(null_mut());
 
 #[panic_handler]
-fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+fn panic(panic: &core::panic::PanicInfo<'_>) -> ! {
     // A bug of ours, in a thread that must not print: the tree's region carries the news to `compcache run`.
     if let Some(pager) = pager() {
-        pager.region.note_trouble(shared::Trouble::Bug, 0);
+        let line = panic.location().map_or(0, core::panic::Location::line);
+        pager.region.note_trouble(shared::Trouble::Bug, line as i32);
     }
     compcache_pager::abort()
 }

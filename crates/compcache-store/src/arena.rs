@@ -5,7 +5,7 @@
 //! to its slot: the slot is the only thing that knows it, and is what compaction changes when it moves the object.
 //!
 //! Allocation takes the fullest span of the class and the lowest free position in it; memory already touched is used
-//! before memory that is not. Worked example: 190 slots of 1376 bytes; three objects have been stored, then the second
+//! before memory that is not. Worked example: 191 slots of 1368 bytes; three objects have been stored, then the second
 //! freed: two pages are touched (8 KiB are charged), and the next object of 1365 bytes goes to the second slot and costs
 //! nothing.
 //!

@@ -6,7 +6,7 @@
 //! victim returns its memory. A sweep reads four bytes a page, twelve for pages with an object, so a gigabyte takes about
 //! a millisecond beside the moves; it is cut into steps, each of which a front end's worker does between its own work.
 //!
-//! Example: a class with 190 objects a span, ten spans, each half empty. Five are marked; 475 objects move, 1.25 MiB are
+//! Example: a class with 191 objects a span, ten spans, each half empty. Five are marked; about 480 objects move, 1.25 MiB are
 //! given back.
 //!
 //! The sweep also frees leaves whose pages are all absent.

@@ -71,7 +71,7 @@ impl Region {
             return Ok(());
         }
         // Steps grow with the region, so that a large one is not opened by thousands of calls.
-        let step = self.step_bytes.max(open / 8);
+        let step = self.step_bytes.max(open / 8).next_multiple_of(PAGE_SIZE);
         let target = bytes.next_multiple_of(step).min(self.reserved_bytes);
         self.open(open, target).or_else(|_| self.open(open, bytes.next_multiple_of(PAGE_SIZE)))
     }
@@ -157,6 +157,15 @@ mod tests {
         let region = Region::reserve(1 << 20, 64 << 10, false).unwrap();
         assert!(region.ensure(1 << 20).is_ok());
         assert!(matches!(region.ensure((1 << 20) + 1), Err(StoreError::MemoryRefused { .. })));
+    }
+
+    #[test]
+    fn a_region_grows_by_any_amount_up_to_its_end() {
+        let region = Region::reserve(4 << 20, 64 << 10, false).unwrap();
+        for bytes in (0..=4 << 20).step_by(192) {
+            region.ensure(bytes).unwrap_or_else(|error| panic!("{bytes}: {error}"));
+            assert!(region.open_bytes() >= bytes);
+        }
     }
 
     #[test]

@@ -81,7 +81,7 @@ fn write_screen(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
     )?;
     let hits = percent(stats.readahead_hits, stats.readahead_pages);
     row(out, "read-ahead", format!("{} pages, {hits} were hits", count(stats.readahead_pages)))?;
-    row(out, "processes", count(stats.processes_total))
+    row(out, "processes", format!("{}, each exec counted", count(stats.processes_total)))
 }
 
 /// By how much a limit was exceeded, and what would help.

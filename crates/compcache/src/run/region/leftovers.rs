@@ -36,12 +36,9 @@ fn sweep_one(dir: &Path) -> anyhow::Result<()> {
     let lock = File::open(dir)?;
     lock.try_lock()?;
     let path = dir.join(FILE);
-    if let Ok(file) = OpenOptions::new().read(true).write(true).open(&path)
-        && let Ok(mapping) = Mapping::of(&file)
-    {
-        if in_use(mapping.region(), &path) {
-            bail!("in use");
-        }
+    let mapping = OpenOptions::new().read(true).write(true).open(&path).and_then(|file| Mapping::of(&file));
+    if mapping.is_ok_and(|mapping| in_use(mapping.region(), &path)) {
+        bail!("in use");
     }
     remove(dir);
     Ok(())

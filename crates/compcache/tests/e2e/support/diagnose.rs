@@ -1,7 +1,8 @@
 //! What is known of processes that hang, and their end.
 //!
-//! Every process that a test starts carries a variable of its run in its environment, and so do its descendants: they
-//! are found by it, daemons and orphans too, and nobody else's process is ever touched.
+//! Every process that a test starts carries a variable of its run in its environment, and so do its descendants, daemons
+//! and orphans too. Servers that write their title over their environment are found by their process group or by their
+//! parents. Nobody else's process is ever touched.
 
 use std::fmt::Write;
 use std::fs;
@@ -9,26 +10,54 @@ use std::fs;
 /// The variable; its value is unique to a run.
 pub const MARK: &str = "COMPCACHE_E2E_RUN";
 
-/// The processes of one run that are alive.
-pub fn processes_of(run: &str) -> Vec<i32> {
+/// The processes of one run that are alive: `root` was started by the test, in a process group of its own.
+pub fn processes_of(run: &str, root: i32) -> Vec<i32> {
     let wanted = format!("{MARK}={run}");
-    let mut found: Vec<i32> = fs::read_dir("/proc")
-        .into_iter()
-        .flatten()
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-        .filter(|pid| {
-            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-            environment.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes())
-        })
-        .filter(|pid| state(*pid).is_some_and(|state| state != 'Z' && state != 'X'))
-        .collect();
+    let numbers =
+        fs::read_dir("/proc").into_iter().flatten().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    let mut others: Vec<(i32, Facts)> = numbers.filter_map(|pid: i32| Some((pid, Facts::of(pid)?))).collect();
+    others.retain(|(_, facts)| !matches!(facts.state, 'Z' | 'X'));
+    let mut found = Vec::new();
+    others.retain(|(pid, facts)| {
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let marked = environment.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes());
+        let ours = marked || *pid == root || facts.group == root;
+        if ours {
+            found.push(*pid);
+        }
+        !ours
+    });
+    loop {
+        let before = found.len();
+        others.retain(|(pid, facts)| {
+            let ours = found.contains(&facts.parent);
+            if ours {
+                found.push(*pid);
+            }
+            !ours
+        });
+        if found.len() == before {
+            break;
+        }
+    }
     found.sort_unstable();
     found
 }
 
-fn state(pid: i32) -> Option<char> {
-    let status = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    status.rsplit_once(')')?.1.trim_start().chars().next()
+/// Some fields of `/proc/PID/stat`.
+struct Facts {
+    state: char,
+    parent: i32,
+    group: i32,
+}
+
+impl Facts {
+    fn of(pid: i32) -> Option<Self> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+        let state = fields.next()?.chars().next()?;
+        Some(Self { state, parent: fields.next()?.parse().ok()?, group: fields.next()?.parse().ok()? })
+    }
 }
 
 /// What the threads of these processes wait for.

@@ -3,7 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{Read, Seek};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -191,7 +191,7 @@ impl Program {
             None => Stdio::null(),
         };
         let shown = format!("{command:?}");
-        let child = command.stdin(input).stdout(stdout).stderr(stderr).spawn();
+        let child = command.stdin(input).stdout(stdout).stderr(stderr).process_group(0).spawn();
         let child = child.unwrap_or_else(|error| panic!("{shown}: {error}"));
         Running { child, mark, dir, started: Instant::now(), patience: self.patience, shown, stats, way, waited: false }
     }
@@ -229,11 +229,17 @@ impl Running {
         self.child.id() as i32
     }
 
+    /// The processes of the run that are alive.
+    fn processes(&self) -> Vec<i32> {
+        // Once it was waited for, its number may be another's.
+        diagnose::processes_of(&self.mark, if self.waited { -1 } else { self.pid() })
+    }
+
     /// The processes of the run that are alive and called `name`, in the order they were started.
     pub fn pids_named(&self, name: &str) -> Vec<i32> {
         let called =
             |pid: &i32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim_end() == name);
-        diagnose::processes_of(&self.mark).into_iter().filter(called).collect()
+        self.processes().into_iter().filter(called).collect()
     }
 
     /// What it has printed so far.
@@ -295,7 +301,7 @@ impl Running {
         if self.started.elapsed() < self.patience {
             return;
         }
-        let pids = diagnose::processes_of(&self.mark);
+        let pids = self.processes();
         let report = diagnose::report(&pids);
         diagnose::kill(&pids);
         panic!("HANG: {} after {:?}\nstderr: {}\n{report}", self.shown, self.patience, self.stderr_so_far());
@@ -337,7 +343,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         // Daemons that are expected have ended by now; whatever else is left must not disturb other tests.
-        diagnose::kill(&diagnose::processes_of(&self.mark));
+        diagnose::kill(&self.processes());
         if !self.waited {
             // SAFETY: waits for a child of ours that is dead or dying, once.
             unsafe { libc::waitpid(self.pid(), std::ptr::null_mut(), 0) };
