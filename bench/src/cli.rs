@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand};
@@ -32,6 +33,9 @@ struct Cli {
     /// Rounds [default: 5; 1 with --quick].
     #[arg(long, global = true, value_name = "N")]
     runs: Option<usize>,
+    /// Seconds after which a run is ended and counts as failed [default: 600; 120 with --quick].
+    #[arg(long, global = true, value_name = "SECONDS")]
+    patience: Option<u64>,
     #[command(subcommand)]
     command: Command,
 }
@@ -94,7 +98,8 @@ pub fn run() -> Result<u8> {
     let rounds = cli.runs.unwrap_or(if cli.quick { 1 } else { 5 }).max(1);
     let begin = || -> Result<Bench> {
         println!("{}", record::machine_line());
-        Bench::begin(compcache_path(cli.compcache.clone())?)
+        let patience = cli.patience.unwrap_or(if cli.quick { 120 } else { 600 });
+        Bench::begin(compcache_path(cli.compcache.clone())?, Duration::from_secs(patience))
     };
     match &cli.command {
         Command::Store => store::run(cli.quick, record)?,

@@ -79,8 +79,11 @@ impl<'b> Comparison<'b> {
     /// Saves the record when a directory was given, and fails when a run did.
     ///
     /// # Errors
-    /// The record cannot be written, or some run failed.
+    /// Nothing was measured, the record cannot be written, or some run failed.
     pub fn finish(self, directory: Option<&std::path::Path>) -> Result<()> {
+        if self.record.is_empty() {
+            bail!("nothing was measured, see above");
+        }
         if let Some(directory) = directory {
             println!("record: {}", self.record.save(directory)?.display());
         }
@@ -97,6 +100,7 @@ impl<'b> Comparison<'b> {
                     // That the kernel ends a program which it finds no room for is an answer, not a fault of ours.
                     self.failures += usize::from(matches!(side, Side::Ours(_)) || run.outcome.exit == 0);
                     let what = match run.outcome {
+                        Outcome { out_of_patience: true, .. } => "took longer than --patience allows, and was ended",
                         Outcome { exit: 0, .. } => "wrong output",
                         Outcome { kills: 1.., .. } => "ended by the kernel for want of memory",
                         _ => "failed",

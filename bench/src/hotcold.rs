@@ -42,7 +42,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     };
     let mut targets = Vec::new();
     for content in &options.content {
-        let share = note_content(&mut comparison.record, content)?;
+        let Some(share) = note_content(&mut comparison.record, content) else { continue };
         for one_cpu in [false, true] {
             let cpus = if one_cpu { "one CPU" } else { "all CPUs" };
             println!(

@@ -1,7 +1,8 @@
 //! Questions whose answer is a list of laps (`scan`, `hotcold`): the table that is printed for each.
 //!
 //! The first lap differs from the later ones and stands apart. `x` columns say how many times longer than the first
-//! side a side takes, in the same round; below 1 the other side is faster.
+//! side a side takes, in the same round; below 1 the other side is faster. `total` is sampled in the same way for every
+//! side; what of it is resident and what holds compressed pages, ours says itself.
 
 use serde_json::{Value, json};
 
@@ -68,8 +69,8 @@ pub fn print(answers: &Answers) -> Value {
             short(median(later_cpu_us)),
             cell(wall),
             cell(cpu.map(|spread| format!("{:.2}", spread.median))),
-            bytes(median(|run| Some(run.outcome.peak.resident_bytes as f64))),
-            bytes(median(|run| Some(run.outcome.peak.held.memory_bytes as f64))),
+            bytes(median(|run| Some(run.resident_bytes() as f64))),
+            bytes(median(|run| Some(run.held_bytes() as f64))),
             bytes(median(total_bytes)),
         ]);
         lines.push(json!({

@@ -40,7 +40,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     };
     let mut targets = Vec::new();
     for content in &options.content {
-        let share = note_content(&mut comparison.record, content)?;
+        let Some(share) = note_content(&mut comparison.record, content) else { continue };
         for gap in ["spin", "sleep"] {
             println!(
                 "\nlatency of single random faults, us, {gap} between them, {content} ({share:.1} % same-filled), {rounds} rounds"

@@ -127,8 +127,8 @@ fn print(answers: &Answers) -> Value {
             cell(answers.spread(nth, cpu_s)),
             cell(wall),
             cell(cpu),
-            bytes(|run| run.outcome.peak.resident_bytes),
-            bytes(|run| run.outcome.peak.held.memory_bytes),
+            bytes(|run| run.resident_bytes()),
+            bytes(|run| run.held_bytes()),
             bytes(|run| run.outcome.peak.total_bytes),
         ]);
         lines.push(json!({"side": side.to_string(), "times_first_side_wall": wall, "times_first_side_cpu": cpu}));

@@ -36,6 +36,11 @@ impl Record {
         self.runs.push(run);
     }
 
+    /// Whether there has been no run.
+    pub fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+
     /// Notes a line of what was printed.
     pub fn summary(&mut self, line: Value) {
         self.summary.push(line);

@@ -55,13 +55,15 @@ pub struct Job {
     pub pin: Option<usize>,
     /// What becomes of its output.
     pub output: Output,
+    /// It is ended when it takes longer.
+    pub patience: Duration,
 }
 
 impl Job {
     /// A job of these words on all CPUs, its output kept.
     pub fn new<W: Into<OsString>>(words: impl IntoIterator<Item = W>) -> Job {
         let words = words.into_iter().map(Into::into).collect();
-        Job { words, environment: Vec::new(), pin: None, output: Output::Keep }
+        Job { words, environment: Vec::new(), pin: None, output: Output::Keep, patience: Duration::MAX }
     }
 }
 
@@ -91,6 +93,8 @@ pub struct Outcome {
     pub peak: Peak,
     /// Exit status, as the shell counts: 128 + N for signal N.
     pub exit: i32,
+    /// It took longer than it was given and was ended.
+    pub out_of_patience: bool,
     /// How many of its processes the kernel ended for want of memory.
     pub kills: u64,
     /// With [`Output::Compare`], whether not a byte was different.
@@ -121,7 +125,7 @@ pub fn run(job: &Job, place: &Baseline<'_>) -> Result<Outcome> {
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
     let ended = AtomicBool::new(false);
     thread::scope(|scope| {
-        let sampler = scope.spawn(|| sample(pid, place, &ended));
+        let sampler = scope.spawn(|| sample(pid, place, job.patience, &ended));
         let stdout = scope.spawn(|| stdout.map(|pipe| collect(pipe, &job.output)).unwrap_or(Ok((Vec::new(), None))));
         let stderr = scope.spawn(|| stderr.map(|pipe| collect(pipe, &Output::Keep)).unwrap_or(Ok((Vec::new(), None))));
         let (status, usage) = wait(pid)?;
@@ -130,11 +134,13 @@ pub fn run(job: &Job, place: &Baseline<'_>) -> Result<Outcome> {
         let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
         let (kept, same_output) = stdout.join().expect("the reader does not panic")?;
         let (said, _) = stderr.join().expect("the reader does not panic")?;
+        let (peak, out_of_patience) = sampler.join().expect("the sampler does not panic");
         Ok(Outcome {
+            out_of_patience,
             wall_s,
             user_s: seconds(usage.ru_utime),
             sys_s: seconds(usage.ru_stime),
-            peak: sampler.join().expect("the sampler does not panic"),
+            peak,
             kills: place.cgroup().map_or(0, |group| group.kills()),
             exit: status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0)),
             same_output,
@@ -226,11 +232,20 @@ fn collect(mut pipe: impl Read, output: &Output) -> Result<(Vec<u8>, Option<bool
     Ok((kept, compared))
 }
 
-/// Watches until `ended`.
-fn sample(pid: u32, place: &Baseline<'_>, ended: &AtomicBool) -> Peak {
+/// Watches until `ended`; ends the run itself when it takes longer than `patience`, and returns whether it did.
+fn sample(pid: u32, place: &Baseline<'_>, patience: Duration, ended: &AtomicBool) -> (Peak, bool) {
+    let started = Instant::now();
     let mut peak = Peak::default();
+    let mut out_of_patience = false;
     while !ended.load(Ordering::Acquire) {
         let processes = place.cgroup().map_or_else(|| tree(pid), |group| group.processes());
+        if started.elapsed() > patience {
+            out_of_patience = true;
+            for &pid in &processes {
+                // SAFETY: kill(2) takes two numbers. The processes are those of this run, a moment ago.
+                unsafe { libc::kill(pid as libc::pid_t, libc::SIGKILL) };
+            }
+        }
         let resident_bytes = resident_bytes(&processes);
         let held = place.held();
         peak.resident_bytes = peak.resident_bytes.max(resident_bytes);
@@ -241,7 +256,7 @@ fn sample(pid: u32, place: &Baseline<'_>, ended: &AtomicBool) -> Peak {
         pause(place, ended);
     }
     peak.cgroup_bytes = place.cgroup().map_or(0, |group| group.peak_bytes().max(group.usage_bytes()));
-    peak
+    (peak, out_of_patience)
 }
 
 fn pause(place: &Baseline<'_>, ended: &AtomicBool) {

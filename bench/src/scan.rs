@@ -31,7 +31,7 @@ pub struct Options {
     /// all, one.
     #[arg(long, value_delimiter = ',')]
     cpus: Vec<String>,
-    /// ours[:CODEC], zram:CODEC, zswap:CODEC, disk, uncapped. The first is what the others are divided by.
+    /// ours, ours:CODEC, zram:CODEC, zswap:CODEC, disk, uncapped. The first is what the others are divided by.
     #[arg(long, value_delimiter = ',')]
     sides: Vec<String>,
     /// MiB of memory.
@@ -70,7 +70,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     let mut comparison = Comparison::new(bench, Record::new("scan", settings), rounds);
     let mut targets = Vec::new();
     for question in questions(options, quick)? {
-        let share = note_content(&mut comparison.record, &question.content)?;
+        let Some(share) = note_content(&mut comparison.record, &question.content) else { continue };
         let cpus = if question.one_cpu { "one CPU" } else { "all CPUs" };
         let (content, order) = (&question.content, &question.order);
         println!(
@@ -206,17 +206,23 @@ pub fn content_argument(content: &str) -> Result<String> {
     }
 }
 
-/// Notes what the content is. Returns the percentage of its pages that are same-filled.
-///
-/// # Errors
-/// The image cannot be made.
-pub fn note_content(record: &mut Record, content: &str) -> Result<f64> {
-    let Ok(kind) = content.parse::<Kind>() else {
-        record.content(content, 1, 1.0);
-        return Ok(100.0);
+/// Notes what the content is. Returns the percentage of its pages that are same-filled; none, and says why, when this
+/// machine cannot make it.
+pub fn note_content(record: &mut Record, content: &str) -> Option<f64> {
+    let pages = match content.parse::<Kind>() {
+        Ok(kind) => corpus::load(kind, corpus::IMAGE_PAGES),
+        Err(_) if content.starts_with("same") => Ok(vec![[0; compcache_testkit::PAGE_BYTES]]),
+        Err(_) => corpus::load_file(Path::new(content), corpus::IMAGE_PAGES),
     };
-    let pages = corpus::load(kind, corpus::IMAGE_PAGES)?;
-    let share = corpus::same_filled_share(&pages);
-    record.content(content, pages.len(), share);
-    Ok(share * 100.0)
+    match pages {
+        Ok(pages) => {
+            let share = corpus::same_filled_share(&pages);
+            record.content(content, pages.len(), share);
+            Some(share * 100.0)
+        }
+        Err(error) => {
+            println!("\n{content}: not here: {error}");
+            None
+        }
+    }
 }

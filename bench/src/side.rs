@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use anyhow::{Result, bail};
 
@@ -56,6 +57,7 @@ impl Side {
 pub struct Bench {
     session: Session,
     compcache: PathBuf,
+    patience: Duration,
     runs: Cell<u32>,
 }
 
@@ -67,13 +69,29 @@ pub struct SideRun {
     pub stats: Option<serde_json::Value>,
 }
 
+impl SideRun {
+    /// The most that was resident: for ours as its statistics say, which know apart what is the program's.
+    pub fn resident_bytes(&self) -> u64 {
+        self.statistic("resident_peak_bytes").unwrap_or(self.outcome.peak.resident_bytes)
+    }
+
+    /// The memory that held the compressed pages when they were most.
+    pub fn held_bytes(&self) -> u64 {
+        self.statistic("mem_used_at_peak_bytes").unwrap_or(self.outcome.peak.held.memory_bytes)
+    }
+
+    fn statistic(&self, name: &str) -> Option<u64> {
+        self.stats.as_ref()?[name].as_u64()
+    }
+}
+
 impl Bench {
-    /// Begins a session; `compcache` is the binary under test.
+    /// Begins a session; `compcache` is the binary under test, and a run that takes longer than `patience` is ended.
     ///
     /// # Errors
     /// As [`Session::begin`].
-    pub fn begin(compcache: PathBuf) -> Result<Bench> {
-        Ok(Bench { session: Session::begin()?, compcache, runs: Cell::new(0) })
+    pub fn begin(compcache: PathBuf, patience: Duration) -> Result<Bench> {
+        Ok(Bench { session: Session::begin()?, compcache, patience, runs: Cell::new(0) })
     }
 
     /// The session, for its directory.
@@ -86,6 +104,7 @@ impl Bench {
     /// # Errors
     /// The side does not exist on this machine, or could not be set up. A command that failed is no error here.
     pub fn run(&self, side: &Side, cap_bytes: u64, job: &Job) -> Result<SideRun> {
+        let job = &Job { patience: self.patience, ..job.clone() };
         match side {
             Side::Ours(codec) => self.run_ours(codec, cap_bytes, job),
             Side::Kernel(path) => {

@@ -114,7 +114,11 @@ struct Bare {
 
 impl Bare {
     fn new() -> Bare {
-        Bare { table: CompressTable::small(), output: vec![0; get_maximum_output_size(PAGE_BYTES)], page: [0; PAGE_BYTES] }
+        Bare {
+            table: CompressTable::small(),
+            output: vec![0; get_maximum_output_size(PAGE_BYTES)],
+            page: [0; PAGE_BYTES],
+        }
     }
 
     fn compress(&mut self, page: &Page) -> usize {
@@ -330,7 +334,10 @@ fn with_store(subject: &Subject, pages: &[Page], begin: usize) -> Result<()> {
             subject.pool.write(&mut worker, PageIndex(index as u64), &pages[index])?;
         }
         for index in indexes {
-            ensure!(subject.pool.read(&mut worker, PageIndex(index as u64), &mut back)? == Read::Done, "a page is lost");
+            ensure!(
+                subject.pool.read(&mut worker, PageIndex(index as u64), &mut back)? == Read::Done,
+                "a page is lost"
+            );
         }
     }
     Ok(())
@@ -377,8 +384,16 @@ fn full_pool(kind: &'static str, image: &[Page]) -> Result<Measured> {
 
 fn print(all: &[Measured], mixed: &Measured) {
     let mut times = Table::new(&[
-        "content", "same-filled", "lz4 c/d ns", "write x codec", "filling x codec", "read x codec", "random read x codec",
-        "two threads x one", "(by CPU time)", "(codec alone)",
+        "content",
+        "same-filled",
+        "lz4 c/d ns",
+        "write x codec",
+        "filling x codec",
+        "read x codec",
+        "random read x codec",
+        "two threads x one",
+        "(by CPU time)",
+        "(codec alone)",
     ]);
     for m in all {
         times.line([
@@ -395,7 +410,8 @@ fn print(all: &[Measured], mixed: &Measured) {
         ]);
     }
     println!("{times}");
-    let mut memory = Table::new(&["content", "mem_used x compr_data", "orig_data x mem_used", "metadata, bytes a page"]);
+    let mut memory =
+        Table::new(&["content", "mem_used x compr_data", "orig_data x mem_used", "metadata, bytes a page"]);
     for m in all.iter().chain([mixed]) {
         let cells = [format!("{:.3}", m.memory), format!("{:.2}", m.ratio), format!("{:.2}", m.metadata_bytes)];
         memory.line([m.kind.to_owned()].into_iter().chain(cells));
@@ -425,7 +441,9 @@ fn judge(all: &[Measured], mixed: &Measured, kept: &mut Record) -> usize {
     }
     for target in &targets {
         println!("{target}");
-        kept.summary(json!({"target": target.about, "bound": target.bound, "measured": target.measured, "met": target.met()}));
+        kept.summary(
+            json!({"target": target.about, "bound": target.bound, "measured": target.measured, "met": target.met()}),
+        );
     }
     targets.iter().filter(|target| target.met() == Some(false)).count()
 }

@@ -9,6 +9,8 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
@@ -16,6 +18,7 @@ use crate::session::{Session, Undo};
 
 /// Above what systems give their own swap, which is negative unless somebody chose otherwise.
 const PRIORITY: i32 = 100;
+const PATIENCE_WITH_OTHERS: Duration = Duration::from_secs(60);
 const SWAP_FLAG_PREFER: libc::c_int = 0x8000;
 const PAGE_BYTES: usize = 4096;
 
@@ -59,9 +62,14 @@ pub fn used_bytes(device: &Path) -> u64 {
     active().iter().find(|swap| swap.device == device).map_or(0, |swap| swap.used_bytes)
 }
 
-/// Refuses to go on beside swap that would take a part of the pages.
+/// Refuses to go on beside swap that would take a part of the pages. Waits a while first: it may be a test's.
 pub fn refuse_others() -> Result<()> {
-    match active().iter().find(|swap| swap.priority >= PRIORITY) {
+    let others = || active().into_iter().find(|swap| swap.priority >= PRIORITY);
+    let started = Instant::now();
+    while others().is_some() && started.elapsed() < PATIENCE_WITH_OTHERS {
+        thread::sleep(Duration::from_millis(100));
+    }
+    match others() {
         Some(other) => bail!(
             "{} is active as swap with priority {}: the result would be a mixture. Turn it off with swapoff, or lower its priority",
             other.device.display(),

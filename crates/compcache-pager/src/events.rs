@@ -14,20 +14,26 @@ pub fn apply(pager: &Pager, channel: &Channel, state: &mut State, event: Message
             forget_contents(pager, state, start..end);
             distrust_present(channel, state, start..end);
         }
-        Message::Unmap { start, end } => {
-            forget_contents(pager, state, start..end);
-            state.regions.remove(start..end);
-            state.generation += 1;
-        }
-        Message::Remap { from, to, len } => {
-            forget_contents(pager, state, to..to + len);
-            move_words(pager, state, from, to, len);
-            state.regions.remove(from..from + len);
-            state.regions.add(to..to + len);
-            state.generation += 1;
-        }
+        Message::Unmap { start, end } => forget_range(pager, state, start..end),
+        Message::Remap { from, to, len } => move_range(pager, state, from, to, len),
         Message::Fault { .. } | Message::Fork { .. } => {}
     }
+}
+
+/// A range is mapped no more.
+pub fn forget_range(pager: &Pager, state: &mut State, range: Range<usize>) {
+    forget_contents(pager, state, range.clone());
+    state.regions.remove(range);
+    state.generation += 1;
+}
+
+/// A range has another address now, with its registration. Where it was may still be mapped and registered
+/// (MREMAP_DONTUNMAP); if not, an event of its own says so.
+pub fn move_range(pager: &Pager, state: &mut State, from: usize, to: usize, len: usize) {
+    forget_contents(pager, state, to..to + len);
+    move_words(pager, state, from, to, len);
+    state.regions.add(to..to + len);
+    state.generation += 1;
 }
 
 /// Drops what is kept of a range: stored copies at once; staged frames become garbage when their group's turn comes.
@@ -53,8 +59,7 @@ fn distrust_present(channel: &Channel, state: &mut State, range: Range<usize>) {
     }
 }
 
-/// Carries what is known of a range over to where it was moved.
-pub fn move_words(pager: &Pager, state: &mut State, from: usize, to: usize, len: usize) {
+fn move_words(pager: &Pager, state: &mut State, from: usize, to: usize, len: usize) {
     let shift = (to as i64 - from as i64) / PAGE as i64;
     for_each_known(state, pages(&(from..from + len)), |state, page, word| {
         let target = (page as i64 + shift) as u64;

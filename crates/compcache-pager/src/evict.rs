@@ -40,10 +40,12 @@ const NAP_MAX_NS: u64 = 100_000_000;
 /// How fast a process can grow without faults of ours: what a processor can touch in a second.
 const GROWTH_BYTES_PER_S: u64 = 2 << 30;
 /// Ranges smaller than this are left alone.
-const REGION_BYTES_MIN: usize = 64 << 10;
+const REGION_BYTES_MIN: usize = 16 << 10;
 /// How much of the address range is looked at in one scan, bytes.
 const SCAN_BYTES: usize = 16 << 20;
 const RUNS_MAX: usize = 128;
+const SHARED_MAX: usize = 64;
+const UNSHARE_TRIES: u32 = 64;
 /// After this time a page that was announced to be dropped and is still there was not dropped (MADV_FREE).
 const DROPPED_FOR_S: u32 = 10;
 
@@ -61,6 +63,9 @@ pub struct Evictor {
     /// The map's generation when `runs` was filled.
     generation: u64,
     hand: usize,
+    /// Pages that would not move because a copy of the process may share them.
+    shared: [usize; SHARED_MAX],
+    shared_count: usize,
     files: Option<Files>,
     morgue_used: usize,
     looked_at_ns: u64,
@@ -98,6 +103,8 @@ impl Evictor {
             rest: 0..0,
             generation: 0,
             hand: 0,
+            shared: [0; SHARED_MAX],
+            shared_count: 0,
             files: None,
             morgue_used: 0,
             looked_at_ns: 0,
@@ -124,7 +131,7 @@ impl Evictor {
         let opened = self.open(pager);
         sys::drop_capabilities();
         if core::mem::take(&mut self.recover) {
-            let recovered = opened.is_some_and(|channel| self.arm(pager, &channel));
+            let recovered = opened.is_some_and(|channel| self.recover(pager, &channel));
             fork::recovered(pager, &mut self.worker, recovered);
         }
         loop {
@@ -155,12 +162,13 @@ impl Evictor {
 
     /// One look, and what follows from it; returns how long to sleep.
     fn tick(&mut self, pager: &'static Pager, channel: &Channel) -> u64 {
+        fork::serve(pager);
         let Some(look) = self.look(pager) else { return NAP_MAX_NS };
         let armed = pager.armed.load(Acquire);
         if look.over_pages > 0 && !armed && !self.arm(pager, channel) {
             return NAP_MAX_NS;
         }
-        if armed && look.over_pages > 0 && look.unknown_growth > 16 {
+        if armed && look.over_pages > 0 && (look.unknown_growth > 16 || pager.exhausted.load(Acquire)) {
             self.find_regions(pager, channel);
         }
         if pager.armed.load(Acquire) {
@@ -196,6 +204,14 @@ impl Evictor {
 
     /// Starts the handler and registers what there is.
     fn arm(&mut self, pager: &'static Pager, channel: &Channel) -> bool {
+        let armed = self.start_handler(pager, channel);
+        if armed {
+            self.find_regions(pager, channel);
+        }
+        armed
+    }
+
+    fn start_handler(&mut self, pager: &'static Pager, channel: &Channel) -> bool {
         let mut state = pager.state.lock();
         if pager.frozen.load(Acquire) {
             return false;
@@ -208,8 +224,50 @@ impl Evictor {
             return false;
         }
         pager.armed.store(true, Release);
-        drop(state);
-        self.find_regions(pager, channel);
+        true
+    }
+
+    /// In a copy of the process: registers again what was registered in the parent, with all that is stored of it.
+    ///
+    /// The program's only thread waits in fork meanwhile, so the map does not change.
+    fn recover(&mut self, pager: &'static Pager, channel: &Channel) -> bool {
+        let Some(files) = &self.files else { return false };
+        self.found.clear();
+        let found = &mut self.found;
+        maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
+            if mapping.anonymous {
+                found.add(mapping.start..mapping.end);
+            }
+        });
+        self.look(pager);
+        if !self.start_handler(pager, channel) {
+            return false;
+        }
+        let mut state = pager.state.lock();
+        if let Some(smaps) = process::open(c"/proc/self/smaps") {
+            maps::for_each_wiped(smaps.as_fd(), &mut self.maps, |mapping| {
+                events::forget_contents(pager, &mut state, mapping.start..mapping.end);
+            });
+        }
+        let mut at = 0;
+        while let Some(region) = state.regions.at_or_after(at) {
+            at = region.end;
+            // What the copy did not get (MADV_DONTFORK) is nobody's now.
+            let mut from = region.start;
+            while from < region.end {
+                let next = self.found.at_or_after(from).filter(|mapped| mapped.start < region.end);
+                let (start, end) = next.map_or((region.end, region.end), |mapped| (mapped.start, mapped.end));
+                let (start, end) = (start.max(from), end.min(region.end));
+                if from < start {
+                    events::forget_contents(pager, &mut state, from..start);
+                    state.regions.remove(from..start);
+                }
+                if start < end && !register_patiently(channel, start..end) {
+                    return false;
+                }
+                from = end;
+            }
+        }
         true
     }
 
@@ -232,6 +290,9 @@ impl Evictor {
                 }
             });
             let mut state = pager.state.lock();
+            if pager.frozen.load(Acquire) {
+                return;
+            }
             if state.generation != generation {
                 continue;
             }
@@ -244,8 +305,9 @@ impl Evictor {
 
     /// Evicts until the process is within its limit and the handler has frames, or nothing more can be evicted.
     fn evict(&mut self, pager: &Pager, channel: &Channel) {
-        let mut fruitless = 0;
+        let (mut fruitless, mut unshared) = (0, 0);
         loop {
+            fork::serve(pager);
             pager.turn.let_go_first();
             let mut state = pager.state.lock();
             if pager.frozen.load(Acquire) {
@@ -254,7 +316,12 @@ impl Evictor {
             let over = state.estimate_pages() > state.limit_pages;
             let at_limit = state.estimate_pages() + (state.staging.groups_max * GROUP) as u64 >= state.limit_pages;
             let short = at_limit && state.staging.free_frames < state.staging.high_frames();
-            if !over && !short || fruitless > 2 {
+            if !over && !short {
+                return;
+            }
+            if fruitless > 2 {
+                pager.exhausted.store(true, Release);
+                pager.tell_progress();
                 return;
             }
             if over && state.staging.free_frames > state.staging.low_frames() {
@@ -268,13 +335,22 @@ impl Evictor {
                 continue;
             }
             match self.fill_group(pager, channel, &mut state) {
-                Filled::Some => fruitless = 0,
+                Filled::Some => {
+                    fruitless = 0;
+                    self.unshare(state);
+                }
                 Filled::EventPending => {
                     drop(state);
                     lock::pause();
                 }
                 Filled::Nothing => {
+                    // A pinned page stays shared however often it is tried.
+                    if self.unshare(state) && unshared < UNSHARE_TRIES {
+                        unshared += 1;
+                        continue;
+                    }
                     fruitless += 1;
+                    let mut state = pager.state.lock();
                     // What is staged is all there is to gain.
                     if let Some(group) = state.staging.staged.pop() {
                         drop(compress_group(pager, state, &mut self.worker, group));
@@ -284,6 +360,17 @@ impl Evictor {
                 }
             }
         }
+    }
+
+    /// Makes the pages that would not move this process's own, where they can be (a pinned one stays as it is); the next
+    /// round moves them. Without the lock, for the kernel may have to ask the handler for a page that has just gone.
+    fn unshare(&mut self, state: Guard<'_, Box<State>>) -> bool {
+        drop(state);
+        let count = core::mem::take(&mut self.shared_count);
+        for &address in &self.shared[..count] {
+            sys::write_nothing(address);
+        }
+        count > 0
     }
 
     /// Gives garbage frames back to the system.
@@ -345,8 +432,10 @@ impl Evictor {
             filled += moved;
             match error {
                 None => {}
+                // Stopped half-way, for a reason that the next try will name.
+                Some(Errno::EAGAIN) if moved > 0 => self.rest.start = cold.start + moved * PAGE,
                 Some(Errno::EAGAIN) => {
-                    self.rest.start = cold.start + moved * PAGE;
+                    self.rest.start = cold.start;
                     outcome = Filled::EventPending;
                     break;
                 }
@@ -358,6 +447,7 @@ impl Evictor {
             return outcome;
         }
         state.staging.staged.push(group);
+        pager.exhausted.store(false, Release);
         Filled::Some
     }
 
@@ -422,6 +512,10 @@ impl Evictor {
     /// A page that will not move: pinned, shared with a copy of the process, gone, or in a range of another kind.
     fn pass_over(&mut self, state: &mut State, address: usize, errno: Errno) {
         if matches!(errno, Errno::EBUSY | Errno::ENOENT) {
+            if errno == Errno::EBUSY && self.shared_count < SHARED_MAX {
+                self.shared[self.shared_count] = address;
+                self.shared_count += 1;
+            }
             self.rest.start = (address + PAGE).min(self.rest.end);
             return;
         }
@@ -541,6 +635,19 @@ fn settle_group(pager: &Pager, state: &mut State, group: usize, pages: &[u64; GR
     } else {
         state.staging.release(group);
     }
+}
+
+/// Registers a range that the parent's descriptor may still hold: the parent lets go of it as soon as it hears of the
+/// fork.
+fn register_patiently(channel: &Channel, range: Range<usize>) -> bool {
+    for _ in 0..40_000 {
+        match channel.uffd.register(range.start, range.end - range.start) {
+            Ok(()) => return true,
+            Err(Errno::EBUSY) => lock::pause(),
+            Err(_) => return false,
+        }
+    }
+    false
 }
 
 /// Registers a range that was found in the map.

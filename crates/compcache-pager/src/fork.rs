@@ -20,6 +20,7 @@ use crate::lock::{self, Mutex};
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State};
 use crate::shared::Trouble;
+use crate::sys::Errno;
 use crate::table::{Phase, Word};
 use crate::uffd::{Message, Uffd};
 use crate::{events, process};
@@ -35,13 +36,20 @@ const RECOVERED: u32 = 1;
 /// One fork at a time.
 pub struct ForkTurn {
     turn: Mutex<()>,
+    stage: AtomicU32,
     recovered: AtomicU32,
 }
+
+// What a fork asks of the evictor, and what the evictor answers.
+const IDLE: u32 = 0;
+const FREEZE: u32 = 1;
+const FROZEN: u32 = 2;
+const THAW: u32 = 3;
 
 impl ForkTurn {
     /// Nobody forks.
     pub const fn new() -> Self {
-        ForkTurn { turn: Mutex::new(()), recovered: AtomicU32::new(WAITING) }
+        ForkTurn { turn: Mutex::new(()), stage: AtomicU32::new(IDLE), recovered: AtomicU32::new(WAITING) }
     }
 }
 
@@ -105,6 +113,9 @@ impl ForkLog {
 }
 
 /// Before a fork, in the thread that forks.
+///
+/// The descriptors are in a file table that this thread does not have, so the evictor does what is to be done; this
+/// thread asks for it and waits.
 pub fn prepare(pager: &Pager) {
     pager.fork_turn.turn.hold();
     if !pager.armed.load(Acquire) {
@@ -116,18 +127,51 @@ pub fn prepare(pager: &Pager) {
         // SAFETY: held just above.
         unsafe { pager.state.free_held() };
     }
+    let stage = &pager.fork_turn.stage;
+    ask(pager, IDLE);
+    stage.store(FREEZE, Release);
+    ask(pager, FROZEN);
+}
+
+/// Rings for the evictor until it has brought the stage to `until`.
+fn ask(pager: &Pager, until: u32) {
+    let stage = &pager.fork_turn.stage;
     loop {
-        let mut state = pager.state.lock();
-        if state.compressing == 0 && unstage_all(pager, &mut state) {
-            pager.frozen.store(true, Release);
+        let seen = stage.load(Acquire);
+        if seen == until {
             return;
         }
-        drop(state);
-        lock::pause();
+        pager.ring();
+        lock::wait(stage, seen, Some(10_000_000));
     }
 }
 
-/// Moves every staged page back to where it came from. False when an event is in the way: read it first.
+/// Called by the evictor whenever it is between two things: does what a fork has asked for.
+pub fn serve(pager: &Pager) {
+    let stage = &pager.fork_turn.stage;
+    match stage.load(Acquire) {
+        FREEZE => loop {
+            let mut state = pager.state.lock();
+            if state.compressing == 0 && unstage_all(pager, &mut state) {
+                pager.frozen.store(true, Release);
+                stage.store(FROZEN, Release);
+                break;
+            }
+            drop(state);
+            lock::pause();
+        },
+        THAW => {
+            let mut state = pager.state.lock();
+            apply_log(pager, &mut state);
+            pager.frozen.store(false, Release);
+            stage.store(IDLE, Release);
+        }
+        _ => return,
+    }
+    lock::wake(stage);
+}
+
+/// Moves every staged page back to where it came from. False when an event is in the way: it must be read first.
 fn unstage_all(pager: &Pager, state: &mut State) -> bool {
     let Some(channel) = *pager.channel.lock() else { return true };
     while let Some(group) = state.staging.staged.pop() {
@@ -138,7 +182,7 @@ fn unstage_all(pager: &Pager, state: &mut State) -> bool {
             if held.present >> place & 1 == 0 || word.phase() != Phase::Staged || word.payload() != frame {
                 continue;
             }
-            if !unstage(&channel, state, page, word) {
+            if !unstage(pager, &channel, state, page, word) {
                 state.staging.staged.push_front(group);
                 return false;
             }
@@ -148,18 +192,20 @@ fn unstage_all(pager: &Pager, state: &mut State) -> bool {
     true
 }
 
-fn unstage(channel: &Channel, state: &mut State, page: u64, word: Word) -> bool {
+fn unstage(pager: &Pager, channel: &Channel, state: &mut State, page: u64, word: Word) -> bool {
     let (address, source) = (page as usize * PAGE, state.staging.address(word.payload()));
     let (_, error) = channel.uffd.move_pages(address, source, PAGE);
-    match error {
-        None => state.staging.forget(word.payload()),
-        Some(_) => {
-            // SAFETY: a staged page's frame is present.
-            let (copied, error) = unsafe { channel.uffd.copy(address, source as *const u8, PAGE) };
-            match error {
-                Some(crate::sys::Errno::EAGAIN) => return false,
-                _ => state.grown_pages += (copied / PAGE) as u64,
-            }
+    if error.is_none() {
+        state.staging.forget(word.payload());
+    } else {
+        // SAFETY: a staged page's frame is present.
+        let (copied, error) = unsafe { channel.uffd.copy(address, source as *const u8, PAGE) };
+        match error {
+            None => state.grown_pages += (copied / PAGE) as u64,
+            Some(Errno::EAGAIN) => return false,
+            // Its range is being taken away at this moment: nobody can ask for it.
+            Some(Errno::ENOENT | Errno::ESRCH) => {}
+            Some(_) => process::die(pager, Trouble::Bug),
         }
     }
     state.table.update(page, Word::new(Phase::Resident).with_heat(1));
@@ -169,10 +215,7 @@ fn unstage(channel: &Channel, state: &mut State, page: u64, word: Word) -> bool 
 /// After a fork, in the parent.
 pub fn parent(pager: &Pager) {
     if pager.frozen.load(Acquire) {
-        let mut state = pager.state.lock();
-        pager.frozen.store(false, Release);
-        apply_log(pager, &mut state);
-        drop(state);
+        pager.fork_turn.stage.store(THAW, Release);
         pager.ring();
     } else {
         // SAFETY: held by `prepare`, in this thread.
@@ -203,6 +246,7 @@ pub unsafe fn child(pager: &'static Pager) {
         pager.pool.free_reader_after_fork(PageIndex(pager.frozen_read.load(Acquire)));
     }
     pager.frozen.store(false, Release);
+    pager.fork_turn.stage.store(IDLE, Release);
     pager.slot.store(0, Release);
     let was_armed = pager.armed.swap(false, AcqRel);
     // SAFETY: the parent's threads, whose structures these were, do not exist here.
@@ -217,14 +261,13 @@ pub unsafe fn child(pager: &'static Pager) {
         // registrations come after, so nothing is dropped behind them.
         let log = state.fork_log.take();
         for event in log {
-            if let Message::Remove { start, end } | Message::Unmap { start, end } = event {
-                events::forget_contents(pager, &mut state, start..end);
-            } else if let Message::Remap { from, to, len } = event {
-                events::forget_contents(pager, &mut state, to..to + len);
-                events::move_words(pager, &mut state, from, to, len);
+            match event {
+                Message::Remove { start, end } => events::forget_contents(pager, &mut state, start..end),
+                Message::Unmap { start, end } => events::forget_range(pager, &mut state, start..end),
+                Message::Remap { from, to, len } => events::move_range(pager, &mut state, from, to, len),
+                Message::Fault { .. } | Message::Fork { .. } => {}
             }
         }
-        state.regions.clear();
         state.generation += 1;
     }
     if pager.start().is_err() {

@@ -22,6 +22,32 @@ const BUFFER: usize = 32 << 10;
 ///
 /// The buffer is the caller's; a mapping that changes meanwhile may be seen as it was or as it is.
 pub fn for_each(fd: BorrowedFd<'_>, buffer: &mut MapsBuffer, mut each: impl FnMut(Mapping)) {
+    for_each_line(fd, buffer, |line| {
+        if let Some(mapping) = parse(line) {
+            each(mapping);
+        }
+    });
+}
+
+/// Reads `/proc/self/smaps` and calls `each` for every mapping that a copy of the process finds empty
+/// (MADV_WIPEONFORK). The kernel walks all page tables for this file: only for use after a fork.
+pub fn for_each_wiped(fd: BorrowedFd<'_>, buffer: &mut MapsBuffer, mut each: impl FnMut(Mapping)) {
+    let mut last = None;
+    for_each_line(fd, buffer, |line| {
+        if let Some(flags) = line.strip_prefix(b"VmFlags:") {
+            let wiped = flags.split(|&byte| byte == b' ').any(|flag| flag == b"wf");
+            if let Some(mapping) = last.take()
+                && wiped
+            {
+                each(mapping);
+            }
+        } else if let Some(mapping) = parse(line) {
+            last = Some(mapping);
+        }
+    });
+}
+
+fn for_each_line(fd: BorrowedFd<'_>, buffer: &mut MapsBuffer, mut each: impl FnMut(&[u8])) {
     let bytes = &mut buffer.0;
     let mut offset = 0u64;
     let mut held = 0;
@@ -34,9 +60,7 @@ pub fn for_each(fd: BorrowedFd<'_>, buffer: &mut MapsBuffer, mut each: impl FnMu
         let filled = held + read;
         let mut line_start = 0;
         while let Some(length) = bytes[line_start..filled].iter().position(|&byte| byte == b'\n') {
-            if let Some(mapping) = parse(&bytes[line_start..line_start + length]) {
-                each(mapping);
-            }
+            each(&bytes[line_start..line_start + length]);
             line_start += length + 1;
         }
         bytes.copy_within(line_start..filled, 0);
@@ -106,6 +130,22 @@ mod tests {
         let heap = parse(b"55d0c0000000-55d0c0021000 rw-p 00000000 00:00 0                          [heap]").unwrap();
         assert_eq!((heap.start, heap.end), (0x55d0_c000_0000, 0x55d0_c002_1000));
         assert!(heap.heap && heap.writable && !heap.file);
+    }
+
+    #[test]
+    fn a_range_that_copies_find_empty_is_told_apart() {
+        use rustix::fs::{Mode, OFlags};
+        let wiped = crate::memory::map(16 * 4096).unwrap();
+        let kept = crate::memory::map(16 * 4096).unwrap();
+        // SAFETY: a range mapped just now.
+        unsafe { rustix::mm::madvise(wiped.cast(), 16 * 4096, rustix::mm::Advice::LinuxWipeOnFork) }.unwrap();
+        let fd = rustix::fs::open(c"/proc/self/smaps", OFlags::RDONLY, Mode::empty()).unwrap();
+        let (mut saw_wiped, mut saw_kept) = (false, false);
+        for_each_wiped(rustix::fd::AsFd::as_fd(&fd), &mut MapsBuffer::new(), |mapping| {
+            saw_wiped |= (mapping.start..mapping.end).contains(&(wiped as usize));
+            saw_kept |= (mapping.start..mapping.end).contains(&(kept as usize));
+        });
+        assert!(saw_wiped && !saw_kept);
     }
 
     #[test]

@@ -113,6 +113,8 @@ pub struct Pager {
     pub bell: AtomicU32,
     /// The handler wants the lock: the evictor, which takes it again and again, lets it go first.
     pub turn: Turn,
+    /// At its last try the evictor found nothing that could go: waiting for it is in vain.
+    pub exhausted: AtomicBool,
     /// Grows with every group of frames that becomes free: the handler waits on it when there is none.
     pub progress: AtomicU32,
     pub never: Box<Ranges<EXCLUDED_MAX>>,
@@ -180,6 +182,7 @@ impl Pager {
             frozen_read: AtomicU64::new(0),
             bell: AtomicU32::new(0),
             turn: Turn::new(),
+            exhausted: AtomicBool::new(false),
             progress: AtomicU32::new(0),
             never,
             threads,

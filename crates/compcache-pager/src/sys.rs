@@ -27,6 +27,7 @@ const SYS_RT_SIGPROCMASK: usize = 14;
 const SYS_IOCTL: usize = 16;
 const SYS_EXIT: usize = 60;
 const SYS_CAPSET: usize = 126;
+const SYS_FUTEX: usize = 202;
 const SYS_SCHED_SETAFFINITY: usize = 203;
 const SYS_SET_ROBUST_LIST: usize = 273;
 const SYS_SCHED_SETATTR: usize = 314;
@@ -37,6 +38,15 @@ const SYS_CLOSE_RANGE: usize = 436;
 /// # Safety
 /// As the kernel's documentation of call `number` has it.
 unsafe fn call(number: usize, args: [usize; 4]) -> Result<usize, Errno> {
+    // SAFETY: the caller's own call; the two arguments more are ignored.
+    unsafe { call6(number, [args[0], args[1], args[2], args[3], 0, 0]) }
+}
+
+/// As [`call`], with six arguments.
+///
+/// # Safety
+/// As [`call`].
+unsafe fn call6(number: usize, args: [usize; 6]) -> Result<usize, Errno> {
     let result: isize;
     // SAFETY: the system call convention of x86-64 Linux; the caller answers for what the call does.
     unsafe {
@@ -44,11 +54,26 @@ unsafe fn call(number: usize, args: [usize; 4]) -> Result<usize, Errno> {
             "syscall",
             inlateout("rax") number as isize => result,
             in("rdi") args[0], in("rsi") args[1], in("rdx") args[2], in("r10") args[3],
+            in("r8") args[4], in("r9") args[5],
             lateout("rcx") _, lateout("r11") _,
             options(nostack),
         );
     }
     if (-4095..0).contains(&result) { Err(Errno(-result as i32)) } else { Ok(result as usize) }
+}
+
+/// Writes a word of the program's memory without changing it, so that the page it lies on becomes this process's alone:
+/// after a fork pages are shared until somebody writes.
+///
+/// The operation is a futex's (`FUTEX_WAKE_OP`, or with nothing): atomic against the program's own writes, and an address
+/// that is not there is an error and not a fault of ours. It may wait for an answer to a fault.
+pub fn write_nothing(address: usize) {
+    const FUTEX_WAKE_OP_PRIVATE: usize = 5 | 128;
+    const OR_NOTHING: usize = 2 << 28;
+    let own = core::sync::atomic::AtomicU32::new(0);
+    // SAFETY: both words are aligned; the kernel changes no bit of either. Waking a waiter on the program's word, should
+    // there be one, is what a futex's users must expect at any time.
+    let _ = unsafe { call6(SYS_FUTEX, [own.as_ptr() as usize, FUTEX_WAKE_OP_PRIVATE, 0, 0, address, OR_NOTHING]) };
 }
 
 /// `ioctl(fd, request, argument)`.

@@ -10,7 +10,8 @@
 //! nothing.
 //!
 //! Lock order: a class's lists, then the source of fresh spans, then a region's growth. Whoever calls may hold slot
-//! locks. The lists are held for tens of nanoseconds and never during a system call, except while a region grows.
+//! locks. The lists are held for tens of nanoseconds, and during a system call only when a span begins or grows by
+//! several pages, or compaction cuts off its end.
 //!
 //! Not here: the limit ([`crate::budget`]; this module spends the credit it is given), checksums, locks on objects.
 //!
@@ -21,8 +22,8 @@
 #![allow(unsafe_code)]
 
 pub(crate) mod class;
-mod sparse;
 mod span;
+mod sparse;
 
 use alloc::boxed::Box;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -46,6 +47,8 @@ const KEPT_SHARE: u64 = 256;
 /// A large store asks for the pages of a span several at a time: one for each of these it uses.
 const AHEAD_SHARE: u64 = 128 << 20;
 const AHEAD_PAGES_MAX: u64 = 16;
+/// Cache lines asked for ahead of reading; the processor goes on by itself from there.
+const PREFETCHED_LINES: usize = 10;
 
 /// Where an object begins, in units of 8 bytes from the start of the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,8 +140,10 @@ impl Arena {
         Ok(self.after_growth(lists, location, budget, credit))
     }
 
-    /// As [`Arena::allocate`], but only in spans that hold objects already: what compaction moves to.
-    pub fn allocate_listed(&self, class: Class, budget: &Budget, credit: &mut Credit) -> Option<Location> {
+    /// Finds room for an object that compaction moves out of a victim: in spans that hold objects already.
+    pub fn allocate_elsewhere(&self, from: Location, budget: &Budget, credit: &mut Credit) -> Option<Location> {
+        let span = self.known_span(from.span()).filter(|span| span.mark() == Mark::Victim)?;
+        let class = span.class();
         let mut lists = self.lists(class);
         let placed = self.place_in_listed(&mut lists, class, budget, credit);
         placed.map(|(location, ..)| location)
@@ -191,6 +196,20 @@ impl Arena {
         }
         // SAFETY: inside the open part, whose memory is always initialised; exclusive use is kept by the caller.
         Some(unsafe { core::slice::from_raw_parts(self.objects.base().as_ptr().add(start), length) })
+    }
+
+    /// Asks the processor for the beginning of an object that will be read soon. Only a hint: `location` may be stale, or
+    /// nothing at all.
+    #[inline]
+    pub fn prefetch(&self, location: Location) {
+        #[cfg(target_arch = "x86_64")]
+        for line in 0..PREFETCHED_LINES {
+            let at = self.objects.base().as_ptr().wrapping_add(location.byte() + line * 64);
+            // SAFETY: prefetching reads nothing and cannot fault, whatever the address.
+            unsafe { core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(at.cast::<i8>()) };
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (location, PREFETCHED_LINES);
     }
 
     /// Copies `bytes` to `location`.
@@ -283,8 +302,8 @@ impl Arena {
         Some((location, placed.pages_before, placed.pages_after))
     }
 
-    /// After an object touched new pages of a large store, asks for the next few at once and outside the lock: a page
-    /// that the system gives on request costs a third of one that it gives on a fault.
+    /// After an object touched new pages of a large store, asks for the next few at once: a page that the system gives on
+    /// request costs less than one that it gives on a fault.
     fn after_growth(
         &self,
         lists: Guard<'_, Lists>,
@@ -305,9 +324,10 @@ impl Arena {
         credit.bytes += more;
         credit.spend(more, budget);
         span.set_touched_pages(target.max(after));
-        drop(lists);
         let start = location.span() as usize * SPAN_BYTES + before * PAGE_SIZE;
-        self.objects.populate(start, (target - before) * PAGE_SIZE);
+        // Still under the lock: compaction must not cut these pages off before they are there.
+        self.objects.populate(start, target.saturating_sub(before) * PAGE_SIZE);
+        drop(lists);
         location
     }
 

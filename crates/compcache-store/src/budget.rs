@@ -29,7 +29,7 @@ const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Credit a worker asks for at a time, and the least it must hold before it compresses a page: an object may touch two
 /// new pages and its span descriptor one.
-const CREDIT_STEP: u64 = 4 * PAGE;
+pub(crate) const CREDIT_STEP: u64 = 4 * PAGE;
 pub(crate) const CREDIT_LEAST: u64 = 3 * PAGE;
 
 /// The memory of one store.

@@ -4,7 +4,8 @@
 //! |----------|------------------|-----------------|
 //! | 0        | LZ4              | nothing         |
 //! | 1        | zstd, any level  | nothing         |
-//! | 2, 3     | not used yet     |                 |
+//! | 2        | not used yet     |                 |
+//! | 3        | none: raw        | nothing         |
 //! | 4..=7    | zstd, dictionary | the dictionary  |
 //!
 //! The number is kept in the slot (three bits), so a pool's codec can change while it holds objects of others. A codec is
@@ -17,8 +18,8 @@ mod zstd;
 
 use alloc::boxed::Box;
 
+pub(crate) use dictionary::{DICTIONARIES_MAX, Dictionaries};
 pub use dictionary::{DictionaryId, train_dictionary};
-pub(crate) use dictionary::{Dictionaries, DICTIONARIES_MAX};
 
 use crate::error::StoreError;
 use crate::page::{PAGE_SIZE, Page};

@@ -3,7 +3,8 @@
 //! An object does not know its slot, so compaction cannot go from a span to the slots. It goes the other way: it marks
 //! the sparse spans as victims (`arena/sparse.rs`), then sweeps the tables of all pools with a cursor, and moves every
 //! object it finds in a victim, under the lock of its slot, to another span of its class. Freeing the last object of a
-//! victim returns its memory. A sweep reads four bytes a page, twelve for pages with an object, so a gigabyte takes about
+//! victim returns its memory. Spans that stay are squeezed towards their start in the same sweep, and the pages at their
+//! end returned. A sweep reads four bytes a page, twelve for pages with an object, so a gigabyte takes about
 //! a millisecond beside the moves; it is cut into steps, each of which a front end's worker does between its own work.
 //!
 //! Example: a class with 191 objects a span, ten spans, each half empty. Five are marked; about 480 objects move, 1.25 MiB are
@@ -16,7 +17,9 @@
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
+use core::sync::atomic::Ordering::Relaxed;
 
+use crate::budget::CREDIT_STEP;
 use crate::page::PageIndex;
 use crate::pool::PoolCore;
 use crate::slot::{self, Slot};
@@ -79,7 +82,7 @@ impl Store {
             None => {
                 done.freed_bytes += self.arena.retire_kept(&self.budget);
                 let empty_leaves = registry.pools.iter().fold(false, |any, pool| pool.take_emptied() | any);
-                if self.arena.choose_victims() == 0 && !empty_leaves {
+                if !self.arena.choose_sparse() && !empty_leaves {
                     return Compacted { finished: true, ..done };
                 }
                 Sweep { pool: 0, next: PageIndex(0) }
@@ -89,8 +92,7 @@ impl Store {
         let mut effort = objects_max.max(1) * LOOK_PER_MOVE;
         while effort > 0 {
             let Some(pool) = registry.pools.get(sweep.pool) else {
-                self.arena.spare_victims();
-                done.freed_bytes += self.arena.retire_kept(&self.budget);
+                done.freed_bytes += self.arena.finish_pass(&self.budget) + self.arena.retire_kept(&self.budget);
                 done.finished = true;
                 return done;
             };
@@ -124,9 +126,9 @@ impl Store {
                 return PageIndex(index);
             }
             *effort -= 1;
-            let meta = leaf.meta[(index - first.0) as usize].load(core::sync::atomic::Ordering::Relaxed);
+            let meta = leaf.meta[(index - first.0) as usize].load(Relaxed);
             empty &= meta == 0;
-            if slot::is_stored(meta) && self.move_from_victim(pool, PageIndex(index), worker, done) {
+            if slot::is_stored(meta) && self.move_if_sparse(pool, PageIndex(index), worker, done) {
                 *effort = effort.saturating_sub(LOOK_PER_MOVE - 1);
             }
         }
@@ -136,22 +138,26 @@ impl Store {
         end
     }
 
-    /// Moves the object of one page if it lies in a victim.
-    fn move_from_victim(&self, pool: &PoolCore, index: PageIndex, worker: &mut Worker, done: &mut Compacted) -> bool {
+    /// Moves the object of one page if it lies where compaction wants room.
+    fn move_if_sparse(&self, pool: &PoolCore, index: PageIndex, worker: &mut Worker, done: &mut Compacted) -> bool {
         let Some(mut guard) = pool.tree.lock(&self.tables, index, &mut worker.leaf) else { return false };
         let Slot::Stored(object) = guard.get() else { return false };
-        if !self.arena.is_victim(object.location) {
+        if !self.arena.should_move(object.location) {
             return false;
         }
-        let class = self.arena.class_of(object.location);
-        // Without credit the object may still go where memory is already touched.
-        let _ = self.budget.admit(&mut worker.credit);
-        let Some(to) = self.arena.allocate_listed(class, &self.budget, &mut worker.credit) else { return false };
+        let to = self.arena.allocate_below(object.location).or_else(|| {
+            // New pages only where there is room for them anyway; else the object goes where memory is already touched.
+            if self.budget.has_ample_room(CREDIT_STEP) {
+                let _ = self.budget.admit(&mut worker.credit);
+            }
+            self.arena.allocate_elsewhere(object.location, &self.budget, &mut worker.credit)
+        });
+        let Some(to) = to else { return false };
         let from = guard.relocate(&object, to, &self.arena);
         drop(guard);
         done.freed_bytes += self.arena.free(from, &self.budget);
         done.moved += 1;
-        pool.counters.shard(worker.number).compacted.fetch_add(1, core::sync::atomic::Ordering::Relaxed);
+        pool.counters.shard(worker.number).compacted.fetch_add(1, Relaxed);
         true
     }
 }

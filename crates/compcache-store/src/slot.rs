@@ -7,7 +7,7 @@
 //! | 0          | locked                                             |
 //! | 1          | somebody sleeps on the lock                        |
 //! | 2..5       | state                                              |
-//! | 5..8       | codec that wrote the object                        |
+//! | 5..8       | codec that wrote the object; 3: none, it is raw    |
 //! | 8..16      | age: the store's age when last written or read     |
 //! | 16..28     | length of the object less one                      |
 //! | 28..32     | checksum, low four bits                            |
@@ -38,6 +38,7 @@ const AGE_SHIFT: u32 = 8;
 const LENGTH_SHIFT: u32 = 16;
 const CHECK_SHIFT: u32 = 28;
 const STATE_MASK: u32 = 0b111;
+const CODEC_MASK: u32 = CodecId::MASK as u32;
 const LENGTH_MASK: u32 = 0xfff;
 const CHECK_LOW_BITS: u32 = 32 - CHECK_SHIFT;
 const LOCATION_BITS: u32 = Location::BITS;
@@ -47,11 +48,14 @@ const _: () = assert!(LOCATION_BITS + 32 - CHECK_LOW_BITS == 64);
 const _: () = assert!(PAGE_SIZE - 1 == LENGTH_MASK as usize);
 const _: () = assert!(LENGTH_SHIFT + LENGTH_MASK.count_ones() == CHECK_SHIFT);
 
-const ABSENT: u32 = 0;
-const SAME_FILLED: u32 = 1;
-const COMPRESSED: u32 = 2;
+// Two bits apart, so that one damaged bit makes none of them another.
+const ABSENT: u32 = 0b000;
+const SAME_FILLED: u32 = 0b011;
+const STORED: u32 = 0b101;
+const ON_BACKING: u32 = 0b110;
+
+/// The codec number of an object that is the page itself.
 const RAW: u32 = 3;
-const ON_BACKING: u32 = 4;
 
 /// What a slot says about its page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,10 +96,10 @@ impl Slot {
             Slot::SameFilled { word } => (head(SAME_FILLED) | word_check(word) << LENGTH_SHIFT, word),
             Slot::OnBacking { extent } => (head(ON_BACKING), extent),
             Slot::Stored(object) => {
-                let state = if object.codec.is_some() { COMPRESSED } else { RAW };
-                let codec = object.codec.map_or(0, |id| u32::from(id.0));
+                let codec = object.codec.map_or(RAW, |id| u32::from(id.0));
                 let length = u32::from(object.length) - 1;
-                let meta = head(state) | codec << CODEC_SHIFT | length << LENGTH_SHIFT | object.checksum << CHECK_SHIFT;
+                let meta =
+                    head(STORED) | codec << CODEC_SHIFT | length << LENGTH_SHIFT | object.checksum << CHECK_SHIFT;
                 (meta, object.location.0 | u64::from(object.checksum >> CHECK_LOW_BITS) << LOCATION_BITS)
             }
         }
@@ -104,11 +108,11 @@ impl Slot {
     /// What the two words mean.
     pub fn unpack(meta: u32, payload: u64) -> Slot {
         match state(meta) {
-            ABSENT => Slot::Absent,
+            ABSENT if meta == 0 => Slot::Absent,
             SAME_FILLED if meta >> LENGTH_SHIFT == word_check(payload) => Slot::SameFilled { word: payload },
             ON_BACKING => Slot::OnBacking { extent: payload },
-            stored @ (COMPRESSED | RAW) => Slot::Stored(Object {
-                codec: (stored == COMPRESSED).then_some(CodecId((meta >> CODEC_SHIFT) as u8 & CodecId::MASK)),
+            STORED => Slot::Stored(Object {
+                codec: Some(meta >> CODEC_SHIFT & CODEC_MASK).filter(|id| *id != RAW).map(|id| CodecId(id as u8)),
                 location: Location(payload & LOCATION_MASK),
                 length: ((meta >> LENGTH_SHIFT) & LENGTH_MASK) as u16 + 1,
                 checksum: meta >> CHECK_SHIFT | ((payload >> LOCATION_BITS) as u32) << CHECK_LOW_BITS,
@@ -134,7 +138,12 @@ pub(crate) fn is_same_filled(meta: u32) -> bool {
 
 /// Whether the page has an object in the arena.
 pub(crate) fn is_stored(meta: u32) -> bool {
-    matches!(state(meta), COMPRESSED | RAW)
+    state(meta) == STORED
+}
+
+/// The location in the payload of a stored page.
+pub(crate) fn location(payload: u64) -> Location {
+    Location(payload & LOCATION_MASK)
 }
 
 /// The payload with another location: what compaction changes, and all it changes.
@@ -160,13 +169,14 @@ mod tests {
     proptest! {
         #[test]
         fn every_stored_slot_survives_packing(
-            location in 0u64..1 << 36, length in 1u16..=4096, checksum: u32, age: u8, codec in proptest::option::of(0u8..8),
+            location in 0u64..1 << 36, length in 1u16..=4096, checksum: u32, age: u8, codec in proptest::option::of(4u8..8),
         ) {
             let object = Object { codec: codec.map(CodecId), location: Location(location), length, checksum };
             let (meta, payload) = Slot::Stored(object).pack(age);
             prop_assert_eq!(meta & (LOCKED | WAITERS), 0);
             prop_assert_eq!(Slot::unpack(meta, payload), Slot::Stored(object));
             prop_assert_eq!(super::age(meta), age);
+            prop_assert_eq!(super::location(payload), object.location);
             let moved = with_location(payload, Location(location ^ 1));
             prop_assert_eq!(Slot::unpack(meta, moved), Slot::Stored(Object { location: Location(location ^ 1), ..object }));
         }
@@ -176,6 +186,17 @@ mod tests {
             let (meta, payload) = Slot::SameFilled { word }.pack(age);
             prop_assert_eq!(Slot::unpack(meta, payload), Slot::SameFilled { word });
             prop_assert!(is_same_filled(meta) && is_present(meta) && !is_stored(meta));
+        }
+    }
+
+    #[test]
+    fn a_flipped_state_bit_is_always_damage() {
+        let object = Object { codec: Some(CodecId(1)), location: Location(9), length: 70, checksum: 77 };
+        for slot in [Slot::SameFilled { word: 5 }, Slot::Stored(object), Slot::OnBacking { extent: 3 }] {
+            let (meta, payload) = slot.pack(1);
+            for bit in STATE_SHIFT..CODEC_SHIFT {
+                assert_eq!(Slot::unpack(meta ^ 1 << bit, payload), Slot::Damaged, "{slot:?}");
+            }
         }
     }
 

@@ -236,9 +236,24 @@ mod tests {
     #[test]
     fn the_table_has_every_name_of_ramzswap_once() {
         let ramzswap = [
-            "DiskSize", "MemLimit", "NumReads", "NumWrites", "FailedReads", "FailedWrites", "InvalidIO", "PagesDiscard",
-            "ZeroPages", "GoodCompress", "NoCompress", "PagesStored", "PagesUsed", "OrigDataSize", "ComprDataSize",
-            "MemUsedTotal", "BDevNumReads", "BDevNumWrites",
+            "DiskSize",
+            "MemLimit",
+            "NumReads",
+            "NumWrites",
+            "FailedReads",
+            "FailedWrites",
+            "InvalidIO",
+            "PagesDiscard",
+            "ZeroPages",
+            "GoodCompress",
+            "NoCompress",
+            "PagesStored",
+            "PagesUsed",
+            "OrigDataSize",
+            "ComprDataSize",
+            "MemUsedTotal",
+            "BDevNumReads",
+            "BDevNumWrites",
         ];
         for name in ramzswap {
             assert_eq!(TABLE.iter().filter(|stat| stat.ramzswap == name).count(), 1, "{name}");

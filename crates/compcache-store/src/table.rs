@@ -130,7 +130,13 @@ impl Tables {
     }
 
     /// A leaf for `key`, all absent, or why there is none. Returns its number and the bytes charged for it.
-    fn new_leaf(&self, growth: &mut Growth, key: u64, budget: &Budget, charge: Charge) -> Result<(u32, u64), StoreError> {
+    fn new_leaf(
+        &self,
+        growth: &mut Growth,
+        key: u64,
+        budget: &Budget,
+        charge: Charge,
+    ) -> Result<(u32, u64), StoreError> {
         if growth.free_leaf != NONE {
             // Its metas are still there, all absent; the payload pages come back when touched.
             charge.take(budget, PAYLOAD_BYTES)?;

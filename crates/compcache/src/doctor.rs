@@ -30,6 +30,7 @@ struct Facts {
     memory_cgroup_file: Option<String>,
     userfaultfd: Option<&'static str>,
     userfaultfd_events: bool,
+    userfaultfd_fork_events: bool,
     userfaultfd_move: bool,
     userfaultfd_write_protect: bool,
     pagemap_scan: bool,
@@ -98,6 +99,7 @@ impl Facts {
             memory_cgroup_file: cgroup.map(|limit| limit.file.display().to_string()),
             userfaultfd: uffd.ok().map(|granted| granted.way.name()),
             userfaultfd_events: features.events(),
+            userfaultfd_fork_events: uffd.is_ok_and(|granted| granted.fork_events),
             userfaultfd_move: features.moves(),
             userfaultfd_write_protect: features.write_protect(),
             pagemap_scan: pagemap_scan::works(),
@@ -138,8 +140,14 @@ fn run_works(
     if why.is_some() {
         return Way { works: false, why };
     }
-    let older = "pages leave by the older, slower way: this kernel has no UFFDIO_MOVE (Linux 6.8)";
-    Way { works: true, why: (!granted.features.moves()).then(|| older.to_owned()) }
+    let mut notes = Vec::new();
+    if !granted.features.moves() {
+        notes.push("pages leave by the older, slower way, unsafe with direct I/O: no UFFDIO_MOVE here (Linux 6.8)");
+    }
+    if !granted.fork_events {
+        notes.push("copies made by a raw clone(2), past the C library, are not seen: that takes CAP_SYS_PTRACE");
+    }
+    Way { works: true, why: (!notes.is_empty()).then(|| notes.join("; ")) }
 }
 
 fn device(path: &str) -> Device {
@@ -179,6 +187,7 @@ impl Display for Facts {
         writeln!(f, "\npaging")?;
         row(f, "userfaultfd", &self.userfaultfd.map_or("no".to_owned(), |way| format!("yes, by {way}")))?;
         row(f, "- events", &yes(self.userfaultfd_events))?;
+        row(f, "- events of copies", &yes(self.userfaultfd_fork_events))?;
         row(f, "- UFFDIO_MOVE", &yes(self.userfaultfd_move))?;
         row(f, "- write protection", &yes(self.userfaultfd_write_protect))?;
         row(f, "PAGEMAP_SCAN", &yes(self.pagemap_scan))?;

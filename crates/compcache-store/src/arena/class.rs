@@ -148,7 +148,12 @@ mod tests {
             let touched = class.slot_bytes() * class.objects();
             assert!(touched <= SPAN_BYTES && class.slot_bytes() % GRANULE == 0);
             if class.objects() < OBJECTS_MAX {
-                assert!((SPAN_BYTES - touched) * 33 <= SPAN_BYTES, "slot {} tail {}", class.slot_bytes(), SPAN_BYTES - touched);
+                assert!(
+                    (SPAN_BYTES - touched) * 33 <= SPAN_BYTES,
+                    "slot {} tail {}",
+                    class.slot_bytes(),
+                    SPAN_BYTES - touched
+                );
             }
         }
     }

@@ -26,6 +26,8 @@ pub(crate) enum Mark {
     Victim = 1,
     /// Empty, its memory kept for the next object of its class.
     Kept = 2,
+    /// Compaction is moving its objects to its start, so that the pages at its end go back to the system.
+    Squeezed = 3,
 }
 
 /// The descriptor of a span. All zeroes is a span that was never used.
@@ -76,6 +78,7 @@ impl Span {
         match self.mark.load(Relaxed) {
             1 => Mark::Victim,
             2 => Mark::Kept,
+            3 => Mark::Squeezed,
             _ => Mark::Plain,
         }
     }
@@ -120,6 +123,12 @@ impl Span {
         self.objects.store(self.objects.load(Relaxed) + 1, Relaxed);
         self.set_touched_pages(pages_after);
         Some(Placed { position, pages_before, pages_after })
+    }
+
+    /// The highest position that is taken.
+    pub fn highest(&self) -> Option<usize> {
+        let words = self.taken.iter().enumerate().rev().map(|(at, word)| (at, word.load(Relaxed)));
+        words.into_iter().find(|(_, word)| *word != 0).map(|(at, word)| at * 64 + word.ilog2() as usize)
     }
 
     /// Gives a position back. Returns how many objects are left.

@@ -100,11 +100,7 @@ impl Pool {
     }
 
     /// Both slots, locked in the order of their indexes.
-    fn lock_both(
-        &self,
-        from: PageIndex,
-        to: PageIndex,
-    ) -> Result<Option<(SlotGuard<'_>, SlotGuard<'_>)>, StoreError> {
+    fn lock_both(&self, from: PageIndex, to: PageIndex) -> Result<Option<(SlotGuard<'_>, SlotGuard<'_>)>, StoreError> {
         let (store, tree) = (&self.store, &self.core.tree);
         let (mut leaf_of_from, mut leaf_of_to) = (LeafCache::default(), LeafCache::default());
         loop {

@@ -79,7 +79,13 @@ impl Pool {
         (read, end_ns)
     }
 
-    fn read_page(&self, worker: &mut Worker, index: PageIndex, page: &mut Page, take: bool) -> Result<Read, StoreError> {
+    fn read_page(
+        &self,
+        worker: &mut Worker,
+        index: PageIndex,
+        page: &mut Page,
+        take: bool,
+    ) -> Result<Read, StoreError> {
         if !index.is_valid() {
             return Err(StoreError::IndexOutOfRange { index });
         }
@@ -87,6 +93,10 @@ impl Pool {
         let Some(mut guard) = self.core.tree.lock(&store.tables, index, &mut worker.leaf) else {
             return Ok(Read::Absent);
         };
+        // Whoever reads a page often reads the next one; its object is on its way while this one is decoded.
+        if let Some(next) = self.core.tree.guess_next(&store.tables, index, &worker.leaf) {
+            store.arena.prefetch(next);
+        }
         match guard.get() {
             Slot::Absent => return Ok(Read::Absent),
             Slot::OnBacking { extent } => return Ok(Read::OnBacking(Extent::unpack(extent))),

@@ -4,10 +4,11 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::guard::SlotGuard;
 use super::{Charge, FANOUT, Leaf, NO_KEY, NONE, Tables};
+use crate::arena::Location;
 use crate::budget::Budget;
 use crate::error::StoreError;
 use crate::page::PageIndex;
-use crate::slot::word;
+use crate::slot::{self, word};
 
 const FANOUT_BITS: u32 = FANOUT.trailing_zeros();
 const FANOUT_MASK: u64 = FANOUT as u64 - 1;
@@ -99,6 +100,19 @@ impl Tree {
                 return meta;
             }
         }
+    }
+
+    /// Where the object of the page after `index` probably is: looked up without lock or check, in the leaf used last, for
+    /// prefetching alone.
+    #[inline]
+    pub fn guess_next(&self, tables: &Tables, index: PageIndex, cache: &LeafCache) -> Option<Location> {
+        let place = place_in_leaf(index) + 1;
+        if place == FANOUT || cache.key != self.key(leaf_of(index)) {
+            return None;
+        }
+        let leaf = tables.leaf(cache.leaf);
+        let stored = slot::is_stored(leaf.meta[place].load(Ordering::Relaxed));
+        stored.then(|| slot::location(leaf.payload[place].load(Ordering::Relaxed)))
     }
 
     /// Number and first index of the first leaf that exists at or after the one of `from` and begins before `end`.

@@ -116,11 +116,7 @@ impl Walk {
     pub fn run(&mut self, pages: &mut impl Pages, operations: u64) -> Result<Walked, Divergence> {
         for _ in 0..operations {
             self.walked.operations += 1;
-            self.step(pages).map_err(|what| Divergence {
-                seed: self.seed,
-                operation: self.walked.operations,
-                what,
-            })?;
+            self.step(pages).map_err(|what| Divergence { seed: self.seed, operation: self.walked.operations, what })?;
         }
         Ok(self.walked)
     }
@@ -276,7 +272,8 @@ impl Walk {
             return Ok(());
         }
         let there = self.generations[from..from + count].iter().filter(|generation| **generation != 0).count() as u64;
-        let said = pages.move_range(self.index(from), self.index(to), count as u64).map_err(|error| format!("{error}"))?;
+        let said =
+            pages.move_range(self.index(from), self.index(to), count as u64).map_err(|error| format!("{error}"))?;
         if said != there {
             return Err(format!("moving {count} pages from {from} to {to}: {said} of {there}"));
         }

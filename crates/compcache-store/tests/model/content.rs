@@ -1,5 +1,7 @@
 //! Page contents made from (seed, index, generation): the model keeps eight bytes a page and can still tell every byte.
 
+#![allow(dead_code, reason = "each test program uses its part")]
+
 use compcache_store::Page;
 
 /// SplitMix64: the next of a sequence, and a good hash of its argument.
@@ -40,7 +42,7 @@ pub fn fill(page: &mut Page, seed: u64, index: u64, generation: u64) {
         }
         4 | 5 => {
             let vocabulary = 4 + (key >> 12) % 252;
-            words(page, || mix(key % 16 << 8 | next() % vocabulary) & 0x7f7f_7f7f_7f7f_7f7f);
+            words(page, || mix(((key % 16) << 8) | (next() % vocabulary)) & 0x7f7f_7f7f_7f7f_7f7f);
         }
         6 => {
             page.fill(0);

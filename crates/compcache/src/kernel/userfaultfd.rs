@@ -45,6 +45,7 @@ impl Way {
 pub struct Features(pub u64);
 
 impl Features {
+    const EVENT_FORK: u64 = 1 << 1;
     const EVENT_REMAP: u64 = 1 << 2;
     const EVENT_REMOVE: u64 = 1 << 3;
     const EVENT_UNMAP: u64 = 1 << 6;
@@ -75,6 +76,8 @@ pub struct Granted {
     pub way: Way,
     /// What it can do.
     pub features: Features,
+    /// Whether it may report copies of the process (CAP_SYS_PTRACE).
+    pub fork_events: bool,
 }
 
 /// Why none could be opened.
@@ -96,15 +99,15 @@ impl Refused {
 /// Opens a userfaultfd as the pager in the program will, asks what it can do, and closes it.
 pub fn probe() -> Result<Granted, Refused> {
     let syscall = match open_by_syscall() {
-        Ok(_) if only_by_own_capability() => None,
-        Ok(fd) => match features(&fd) {
-            Ok(features) => return Ok(Granted { way: Way::Syscall, features }),
+        Ok(_) if !sysctl_allows() && capability_is_lost() => None,
+        Ok(fd) => match features(&fd, 0) {
+            Ok(features) => return Ok(Granted { way: Way::Syscall, features, fork_events: fork_events() }),
             Err(errno) => Some(errno),
         },
         Err(errno) => Some(errno),
     };
-    match open_by_device().and_then(|fd| features(&fd)) {
-        Ok(features) => Ok(Granted { way: Way::Device, features }),
+    match open_by_device().and_then(|fd| features(&fd, 0)) {
+        Ok(features) => Ok(Granted { way: Way::Device, features, fork_events: false }),
         Err(device) => Err(Refused { syscall, device }),
     }
 }
@@ -125,8 +128,13 @@ fn open_by_device() -> Result<OwnedFd, Errno> {
     unsafe { ioctl(device.as_fd(), New { flags }) }
 }
 
-fn features(fd: &OwnedFd) -> Result<Features, Errno> {
-    let mut api = uffdio_api { api: UFFD_API.into(), features: 0, ioctls: 0 };
+fn fork_events() -> bool {
+    !capability_is_lost() && open_by_syscall().and_then(|fd| features(&fd, Features::EVENT_FORK)).is_ok()
+}
+
+/// The handshake, which a descriptor can do once: asks for `wanted`, answers what the kernel has.
+fn features(fd: &OwnedFd, wanted: u64) -> Result<Features, Errno> {
+    let mut api = uffdio_api { api: UFFD_API.into(), features: wanted, ioctls: 0 };
     const UFFDIO_API: Opcode = linux_raw_sys::ioctl::UFFDIO_API as Opcode;
     // SAFETY: UFFDIO_API reads and writes one `uffdio_api`, which is what it is given.
     unsafe { ioctl(fd, Updater::<UFFDIO_API, uffdio_api>::new(&mut api)) }?;
@@ -159,10 +167,11 @@ unsafe impl Ioctl for New {
     }
 }
 
-fn only_by_own_capability() -> bool {
-    if crate::kernel::setting("/proc/sys/vm/unprivileged_userfaultfd").as_deref() == Some("1") {
-        return false;
-    }
+fn sysctl_allows() -> bool {
+    crate::kernel::setting("/proc/sys/vm/unprivileged_userfaultfd").as_deref() == Some("1")
+}
+
+fn capability_is_lost() -> bool {
     std::fs::read_to_string("/proc/self/status").is_ok_and(|status| loses_ptrace_at_exec(&status))
 }
 

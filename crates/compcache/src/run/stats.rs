@@ -74,7 +74,7 @@ pub struct Stats {
     pub finished: bool,
     /// Processes that copied themselves without fork handlers and went on unpaged.
     pub unpaged_copies: u64,
-    /// Why some process went on unpaged.
+    /// What went wrong in some process; the first trouble stays.
     pub trouble: Option<String>,
 }
 
@@ -146,21 +146,34 @@ fn quantile_ns(buckets: &[u64; LATENCY_BUCKETS], share: f64) -> u64 {
 
 /// What the header's trouble means.
 fn trouble(trouble: u32, errno: u32) -> Option<String> {
-    const NO_USERFAULTFD: u32 = Trouble::NoUserfaultfd as u32;
-    const NO_MEMORY: u32 = Trouble::NoMemory as u32;
-    const NO_EVICTION_WAY: u32 = Trouble::NoEvictionWay as u32;
-    const NO_THREAD: u32 = Trouble::NoThread as u32;
-    let why = match trouble {
-        0 => return None,
-        NO_USERFAULTFD => "userfaultfd was refused",
-        NO_MEMORY => "memory for the pager was refused",
-        NO_EVICTION_WAY => "the kernel lacks what the eviction way needs",
-        NO_THREAD => "the pager's thread could not be started",
-        _ => "an unknown reason",
+    const ALL: [Trouble; 7] = [
+        Trouble::NoUserfaultfd,
+        Trouble::NoMemory,
+        Trouble::NoEvictionWay,
+        Trouble::NoThread,
+        Trouble::LostPage,
+        Trouble::Bug,
+        Trouble::NoProc,
+    ];
+    if trouble == 0 {
+        return None;
+    }
+    let what = match ALL.into_iter().find(|known| *known as u32 == trouble) {
+        Some(Trouble::NoUserfaultfd) => "a process ran unpaged: userfaultfd was refused",
+        Some(Trouble::NoMemory) => {
+            "a process ran unpaged: memory for the pager was refused; a limit on address space (ulimit -v) counts what is \
+             only reserved"
+        }
+        Some(Trouble::NoEvictionWay) => "a process ran unpaged: the kernel lacks what the eviction way needs",
+        Some(Trouble::NoThread) => "a process ran unpaged: the pager's thread could not be started",
+        Some(Trouble::NoProc) => "a process ran unpaged: /proc is not mounted or not readable there",
+        Some(Trouble::LostPage) => "a process was ended: a stored page was damaged, and it was not to get wrong bytes",
+        Some(Trouble::Bug) => "a process was ended: compcache has a bug, please report it",
+        None => "a process had a trouble this version does not know",
     };
     Some(match errno {
-        0 => why.into(),
-        errno => format!("{why} ({})", Errno::from_raw_os_error(errno as i32)),
+        0 => what.into(),
+        errno => format!("{what} ({})", Errno::from_raw_os_error(errno as i32)),
     })
 }
 
@@ -232,7 +245,7 @@ mod tests {
     fn trouble_is_told_with_its_errno() {
         assert_eq!(trouble(0, 0), None);
         let told = trouble(Trouble::NoUserfaultfd as u32, 1).unwrap();
-        assert!(told.starts_with("userfaultfd was refused (") && told.contains("permitted"), "{told}");
-        assert_eq!(trouble(Trouble::NoThread as u32, 0).unwrap(), "the pager's thread could not be started");
+        assert!(told.contains("userfaultfd was refused (") && told.contains("permitted"), "{told}");
+        assert!(trouble(Trouble::LostPage as u32, 0).unwrap().ends_with("wrong bytes"));
     }
 }

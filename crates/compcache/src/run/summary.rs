@@ -26,9 +26,9 @@ fn write_summary(out: &mut String, stats: &Stats, program: &str) -> fmt::Result 
         write_screen(out, stats, program)?;
     }
     write_growth(out, stats)?;
-    if let Some(why) = &stats.trouble {
-        writeln!(out, "  WARNING: a process ran unpaged, so its memory counts in no limit: {why}.")?;
-        writeln!(out, "           `compcache doctor` shows what this machine permits.")?;
+    if let Some(what) = &stats.trouble {
+        writeln!(out, "  WARNING: {what}.")?;
+        writeln!(out, "  What runs unpaged counts in no limit; `compcache doctor` shows what this machine permits.")?;
     }
     if stats.unpaged_copies != 0 {
         let copies = stats.unpaged_copies;
@@ -39,11 +39,16 @@ fn write_summary(out: &mut String, stats: &Stats, program: &str) -> fmt::Result 
 
 /// Nothing had to be compressed.
 fn write_one_line(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
-    if stats.processes_total == 0 && stats.wall_s < STARTED_S {
+    if stats.processes_total == 0 && stats.trouble.is_some() {
+        return writeln!(out, "compcache: {program} was not paged.");
+    } else if stats.processes_total == 0 && stats.wall_s < STARTED_S {
         return writeln!(out, "compcache: {program} ended before it was paged.");
     } else if stats.processes_total == 0 {
         writeln!(out, "compcache: WARNING: {program} ran unpaged: the preloaded object did not get into it.")?;
-        return writeln!(out, "  The loader says why above, or the program was started with another environment.");
+        return writeln!(
+            out,
+            "  Either the loader says why above, or it was started with another environment (env -i)."
+        );
     }
     let limits = limits(stats);
     match stats.total_peak_bytes {
@@ -89,7 +94,12 @@ fn write_growth(out: &mut String, stats: &Stats) -> fmt::Result {
     let over = |peak: u64, limit: u64, share| (limit != 0 && peak > limit + limit / share).then(|| Shown(peak - limit));
     let (total, ram) = (stats.total_peak_bytes, stats.ram_limit_bytes);
     if let Some(over) = over(total, ram, GAP_SHARE) {
-        writeln!(out, "  over --ram by {over}: nothing was lost, but the content did not fit compressed.")?;
+        let (stored, compressed) = (stats.orig_data_peak_bytes, stats.compr_data_at_peak_bytes);
+        let why = match stored < 2 * compressed {
+            true => "the content compresses badly",
+            false => "it grew faster than pages could leave, or uses more than that at once",
+        };
+        writeln!(out, "  over --ram by {over}: {why}. Nothing was lost.")?;
         let enough = (total + total / 10).next_multiple_of(1 << 20) >> 20;
         writeln!(out, "  What would help: --ram {enough}M or more, or --codec zstd (smaller, slower).")?;
     } else if let Some(over) = over(total, ram, NOTED_SHARE) {

@@ -214,6 +214,8 @@ fn every_trap_notices_a_planted_wrong_byte() {
     let dir = scratch();
     let daemon: &[(&str, &[&str])] = &[("daemonises", &["DIR/verdict"]), ("holds", &["4", "0"])];
     for (name, arguments) in TRAPS.iter().chain(daemon) {
+        // What closes even standard error cannot say why.
+        let silent = arguments.contains(&"all");
         let arguments = arguments.iter().map(|argument| argument.replace("DIR", &dir.path().display().to_string()));
         let program = Program::new(trap_program(name)).args(arguments).env("TRAP_MB", "8").env("TRAP_PLANT", "1");
         let outcome = program.bare();
@@ -227,6 +229,10 @@ fn every_trap_notices_a_planted_wrong_byte() {
             continue;
         }
         assert!(!outcome.status.success(), "a wrong byte went unnoticed: {}", outcome.explain());
-        assert!(outcome.stderr.contains("WRONG BYTES"), "it failed for another reason: {}", outcome.explain());
+        assert!(
+            silent || outcome.stderr.contains("WRONG BYTES"),
+            "it failed for another reason: {}",
+            outcome.explain()
+        );
     }
 }

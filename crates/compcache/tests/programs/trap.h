@@ -205,8 +205,14 @@ static UNUSED struct area area_new(size_t bytes, uint64_t tag, uint64_t generati
 	return area;
 }
 
-/* How many of these pages are in memory; -1 when the system does not say. */
-static UNUSED long present_pages(const void *at, size_t pages)
+/*
+ * How many of these pages have all the bits of `which` in /proc/self/pagemap; -1 when the system does not say. A page
+ * that is shared with a parent or a child since a fork is PRESENT, but not EXCLUSIVE.
+ */
+#define PRESENT ((uint64_t)1 << 63)
+#define EXCLUSIVE ((uint64_t)1 << 56)
+
+static UNUSED long pages_that_are(uint64_t which, const void *at, size_t pages)
 {
 	static atomic_int kept = -1;
 	static pid_t kept_by;
@@ -216,15 +222,15 @@ static UNUSED long present_pages(const void *at, size_t pages)
 	if (mine) fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
 	if (fd < 0) return -1;
 	uint64_t entries[512];
-	long present = 0;
+	long counted = 0;
 	for (size_t done = 0; done < pages;) {
 		size_t count = pages - done < 512 ? pages - done : 512;
 		ssize_t got = pread(fd, entries, count * 8, (off_t)(((uintptr_t)at / PAGE + done) * 8));
 		if (got <= 0) {
-			present = -1;
+			counted = -1;
 			break;
 		}
-		for (size_t i = 0; i < (size_t)got / 8; i++) present += (long)(entries[i] >> 63);
+		for (size_t i = 0; i < (size_t)got / 8; i++) counted += (entries[i] & which) == which;
 		done += (size_t)got / 8;
 	}
 	if (mine && getenv("TRAP_KEEP_PAGEMAP")) {
@@ -233,8 +239,10 @@ static UNUSED long present_pages(const void *at, size_t pages)
 	} else if (mine) {
 		close(fd);
 	}
-	return present;
+	return counted;
 }
+
+static UNUSED long present_pages(const void *at, size_t pages) { return pages_that_are(PRESENT, at, pages); }
 
 /* Memory that is walked so that other memory gets cold: the size of the working set, contents known. */
 static struct area filler_area UNUSED;
@@ -254,7 +262,8 @@ static UNUSED void filler_walk(void)
 
 /*
  * Makes these pages cold. Under a pager it goes on until at most a quarter of them are present, and fails after some
- * seconds when TRAP_EXPECT_EVICTION is set; without a pager it walks once.
+ * seconds when TRAP_EXPECT_EVICTION is set; without a pager it walks once. Pages that another process shares since a
+ * fork need not leave: nothing would be gained.
  */
 static UNUSED void push_out(const void *at, size_t pages)
 {
@@ -265,7 +274,7 @@ static UNUSED void push_out(const void *at, size_t pages)
 	double start = seconds_now();
 	for (;;) {
 		filler_walk();
-		long present = present_pages(at, pages);
+		long present = pages_that_are(PRESENT | EXCLUSIVE, at, pages);
 		if (present < 0 || (size_t)present <= pages / 4) return;
 		if (seconds_now() - start > 20)
 			die("NOT EVICTED: %ld of %zu pages at %p stay in memory (pid %d)", present, pages, at, getpid());

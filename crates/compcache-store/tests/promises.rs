@@ -1,0 +1,384 @@
+//! What the store promises beside being an array: damage is told, memory goes back, limits hold.
+
+#![allow(unsafe_code)]
+
+#[path = "model/content.rs"]
+mod content;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use compcache_store::{
+    Codec, Page, PageIndex, Pool, PoolConfig, Read, Store, StoreConfig, StoreError, Worker, Written,
+};
+
+const MIB: u64 = 1 << 20;
+
+fn store(limit_bytes: u64) -> Arc<Store> {
+    Store::new(StoreConfig { limit_bytes, reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap()
+}
+
+fn pool(store: &Arc<Store>) -> (Arc<Pool>, Worker) {
+    (store.create_pool(PoolConfig::default()).unwrap(), Worker::new(store, || 0).unwrap())
+}
+
+/// Heap-like, compresses to about `percent` of a page.
+fn page_of(seed: u64, percent: u64) -> Page {
+    let mut page = [0; 4096];
+    let mut state = seed;
+    for (nth, word) in page.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+        state = content::mix(state);
+        if (nth as u64 * 37) % 100 < percent {
+            *word = state.to_le_bytes();
+        }
+    }
+    page
+}
+
+#[test]
+fn a_flipped_bit_in_a_stored_object_is_reported_and_never_returned() {
+    for codec in [Codec::Lz4, Codec::Zstd { level: 1 }] {
+        for percent in [5, 50, 100] {
+            let store = store(u64::MAX);
+            let (pool, mut worker) = pool(&store);
+            pool.set_codec(codec).unwrap();
+            let page = page_of(7, percent);
+            let bytes = match pool.write(&mut worker, PageIndex(3), &page).unwrap() {
+                Written::Compressed { bytes } => bytes as usize,
+                _ => 4096,
+            };
+            // The only object lies at the start of the arena.
+            let arena = store.memory_ranges()[0].0 as *mut u8;
+            for bit in (0..bytes * 8).step_by(97) {
+                let flip = || {
+                    // SAFETY: the byte belongs to the object, and no other thread uses the store.
+                    unsafe { *arena.add(bit / 8) ^= 1 << (bit % 8) };
+                };
+                flip();
+                let mut back = [0; 4096];
+                let corrupt = Err(StoreError::Corrupt { index: PageIndex(3) });
+                assert_eq!(pool.read(&mut worker, PageIndex(3), &mut back), corrupt, "bit {bit}");
+                assert_eq!(pool.take(&mut worker, PageIndex(3), &mut back), corrupt, "bit {bit}");
+                flip();
+                assert_eq!(pool.read(&mut worker, PageIndex(3), &mut back), Ok(Read::Done));
+                assert_eq!(back, page);
+            }
+            assert!(pool.stats().failed_reads > 0);
+        }
+    }
+}
+
+/// Of the two words of a slot only the age may change unnoticed.
+#[test]
+fn a_flipped_bit_in_a_slot_never_yields_another_page() {
+    let store = store(u64::MAX);
+    let (pool, mut worker) = pool(&store);
+    let page = page_of(7, 30);
+    for index in 0..200 {
+        pool.write(&mut worker, PageIndex(index), &page_of(index + 100, 30)).unwrap();
+    }
+    pool.write(&mut worker, PageIndex(3), &page).unwrap();
+    let leaf = store.memory_ranges()[2].0 as *mut u8;
+    let bytes = (3 * 4..3 * 4 + 4).chain(4096 + 3 * 8..4096 + 3 * 8 + 8);
+    for (byte, bit) in bytes.flat_map(|byte| (0..8).map(move |bit| (byte, bit))) {
+        if byte == 12 && bit < 2 {
+            continue; // The lock itself: the reader would wait for its owner.
+        }
+        // SAFETY: a byte of slot 3 of the only leaf, and no other thread uses the store.
+        let flip = || unsafe { *leaf.add(byte) ^= 1 << bit };
+        flip();
+        let mut back = [0; 4096];
+        match pool.read(&mut worker, PageIndex(3), &mut back) {
+            Ok(Read::Done) => assert!(byte == 13 && back == page, "byte {byte} bit {bit} was not noticed"),
+            Err(error) => assert_eq!(error, StoreError::Corrupt { index: PageIndex(3) }),
+            Ok(read) => panic!("byte {byte} bit {bit}: the page reads as {read:?}"),
+        }
+        flip();
+    }
+    let mut back = [0; 4096];
+    assert_eq!(pool.read(&mut worker, PageIndex(3), &mut back), Ok(Read::Done));
+    assert_eq!(back, page);
+}
+
+/// Resident pages of our own ranges, asked from the kernel.
+fn resident_bytes(store: &Store) -> u64 {
+    let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap();
+    let mut entries = vec![0u8; 8 << 16];
+    let mut resident = 0;
+    for (start, length) in store.memory_ranges() {
+        // Memory is used from the start of a range: the first 256 MiB are more than any test here uses.
+        let pages = (length / 4096).min(1 << 16);
+        let entries = &mut entries[..pages * 8];
+        std::os::unix::fs::FileExt::read_exact_at(&pagemap, entries, start as u64 / 4096 * 8).unwrap();
+        resident += entries.as_chunks::<8>().0.iter().filter(|entry| u64::from_le_bytes(**entry) >> 62 != 0).count();
+    }
+    resident as u64 * 4096
+}
+
+#[test]
+fn what_the_store_says_it_uses_is_what_the_system_gave() {
+    let store = store(u64::MAX);
+    let (pool, mut worker) = pool(&store);
+    for index in 0..20_000 {
+        pool.write(&mut worker, PageIndex(index), &page_of(index, index % 100)).unwrap();
+    }
+    let (said, given) = (store.mem_used_total_bytes(), resident_bytes(&store));
+    assert!(said >= given && said - given <= said / 50 + 64 * 1024, "said {said}, the system gave {given}");
+    let fifth = (0..20_000).filter(|index| index % 5 != 0);
+    fifth.for_each(|index| assert!(pool.discard(PageIndex(index))));
+    while !store.compact(&mut worker, 1000).finished {}
+    let (said, given) = (store.mem_used_total_bytes(), resident_bytes(&store));
+    assert!(said >= given && said - given <= said / 20 + 64 * 1024, "said {said}, the system gave {given}");
+    let stats = pool.stats();
+    let ideal = stats.compr_data_size + stats.table_bytes;
+    assert!(said <= ideal + ideal / 5, "compaction left {said} bytes for {ideal}");
+    assert!(stats.pages_compacted > 0);
+}
+
+#[test]
+fn memory_goes_back_to_the_system_after_discarding() {
+    for by_range in [true, false] {
+        let store = store(u64::MAX);
+        let (pool, mut worker) = pool(&store);
+        for index in 0..20_000 {
+            pool.write(&mut worker, PageIndex(index), &page_of(index, index % 100)).unwrap();
+        }
+        let full = resident_bytes(&store);
+        assert!(full > 30 * MIB);
+        if by_range {
+            assert_eq!(pool.discard_range(PageIndex(0), PageIndex::LIMIT), 20_000);
+        } else {
+            (0..20_000).for_each(|index| assert!(pool.discard(PageIndex(index))));
+            while !store.compact(&mut worker, 1000).finished {}
+        }
+        let (said, given) = (store.mem_used_total_bytes(), resident_bytes(&store));
+        assert!(said < full / 100 && given < full / 100, "said {said}, given {given} of {full}");
+        assert_eq!(pool.stats().slot_bytes, 0);
+    }
+}
+
+#[test]
+fn dropping_a_pool_frees_all_it_held_and_leaves_the_others() {
+    let store = store(u64::MAX);
+    let (first, mut worker) = pool(&store);
+    let (second, _) = pool(&store);
+    let stretches = [0, 1 << 20, 1 << 35];
+    for index in (0..2000).flat_map(|nth| stretches.map(|start| start + nth)) {
+        first.write(&mut worker, PageIndex(index), &page_of(index, 40)).unwrap();
+        second.write(&mut worker, PageIndex(index), &page_of(index + 1, 40)).unwrap();
+    }
+    let both = store.mem_used_total_bytes();
+    drop(first);
+    assert!(store.mem_used_total_bytes() < both);
+    let mut back = [0; 4096];
+    for index in (0..2000).flat_map(|nth| stretches.map(|start| start + nth)) {
+        assert_eq!(second.read(&mut worker, PageIndex(index), &mut back), Ok(Read::Done));
+        assert!(back == page_of(index + 1, 40));
+    }
+    drop(second);
+    while !store.compact(&mut worker, 1000).finished {}
+    assert!(store.mem_used_total_bytes() < both / 50, "{} of {both}", store.mem_used_total_bytes());
+}
+
+#[test]
+fn concurrent_writers_never_pass_the_limit_and_are_refused_until_nine_tenths() {
+    let limit = 8 * MIB;
+    let store = store(limit);
+    let pool = store.create_pool(PoolConfig::default()).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let watch = scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                assert!(store.mem_used_total_bytes() <= limit);
+                std::hint::spin_loop();
+            }
+        });
+        let writers: Vec<_> = (0..4u64)
+            .map(|thread| {
+                let (store, pool) = (&store, &pool);
+                scope.spawn(move || {
+                    let mut worker = Worker::new(store, || 0).unwrap();
+                    for index in (0..8000).map(|nth| nth * 4 + thread) {
+                        match pool.write(&mut worker, PageIndex(index), &page_of(index, 40 + index % 50)) {
+                            Ok(_) | Err(StoreError::LimitReached { .. }) => {}
+                            Err(error) => panic!("{error}"),
+                        }
+                        assert!(store.mem_used_total_bytes() <= limit);
+                    }
+                })
+            })
+            .collect();
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+        done.store(true, Ordering::Relaxed);
+        watch.join().unwrap();
+    });
+    assert!(store.mem_used_max_bytes() <= limit && store.mem_used_max_bytes() > limit - limit / 50);
+    assert!(pool.stats().failed_writes > 0);
+
+    // Full: refused while memory goes down to nine tenths, then accepted.
+    let mut worker = Worker::new(&store, || 0).unwrap();
+    let page = page_of(9, 60);
+    assert!(pool.write(&mut worker, PageIndex(1 << 20), &page).is_err());
+    let mut discarded = 0;
+    while store.mem_used_total_bytes() > limit - limit / 10 {
+        assert!(pool.write(&mut worker, PageIndex(1 << 20), &page).is_err());
+        discarded += pool.discard_range(PageIndex(discarded), 100);
+        while !store.compact(&mut worker, 1000).finished {}
+    }
+    assert!(pool.write(&mut worker, PageIndex(5), &page).is_ok(), "refused at {}", store.mem_used_total_bytes());
+}
+
+#[test]
+fn a_full_store_still_takes_same_filled_pages_and_rewrites_that_shrink() {
+    let store = store(4 * MIB);
+    let (pool, mut worker) = pool(&store);
+    let stored =
+        (0..).take_while(|index| pool.write(&mut worker, PageIndex(*index), &page_of(*index, 50)).is_ok()).count();
+    let stored = stored as u64;
+    let refused = pool.write(&mut worker, PageIndex(0), &page_of(1, 90));
+    assert!(matches!(refused, Err(StoreError::LimitReached { .. })));
+    let mut back = [0; 4096];
+    assert_eq!(pool.read(&mut worker, PageIndex(0), &mut back), Ok(Read::Done));
+    assert!(back == page_of(0, 50), "a refused write changed the page");
+    for index in 0..stored / 2 {
+        let written = pool.write(&mut worker, PageIndex(index), &page_of(index + 7, 20));
+        assert!(matches!(written, Ok(Written::Compressed { .. })), "{written:?}");
+    }
+    for index in stored..stored + 5000 {
+        assert_eq!(pool.write(&mut worker, PageIndex(index), &[0x77; 4096]), Ok(Written::SameFilled));
+    }
+    for index in 0..stored / 2 {
+        assert_eq!(pool.read(&mut worker, PageIndex(index), &mut back), Ok(Read::Done));
+        assert!(back == page_of(index + 7, 20));
+    }
+    pool.discard_range(PageIndex(0), PageIndex::LIMIT);
+    assert_eq!(pool.stats().slot_bytes, 0);
+}
+
+#[test]
+fn a_pools_own_limit_holds_for_it_alone() {
+    let store = store(u64::MAX);
+    let (small, mut worker) = pool(&store);
+    let (large, _) = pool(&store);
+    small.set_limit_bytes(MIB);
+    let mut refused = 0;
+    for index in 0..2000 {
+        let page = page_of(index, 50);
+        refused += u64::from(small.write(&mut worker, PageIndex(index), &page).is_err());
+        large.write(&mut worker, PageIndex(index), &page).unwrap();
+        assert!(small.stats().mem_used_total <= MIB);
+    }
+    assert!(refused > 500);
+    small.set_limit_bytes(u64::MAX);
+    assert!(small.write(&mut worker, PageIndex(1999), &page_of(1, 50)).is_ok());
+}
+
+#[test]
+fn a_changed_codec_leaves_old_pages_readable() {
+    let store = store(u64::MAX);
+    let (pool, mut worker) = pool(&store);
+    let codecs = [Codec::Lz4, Codec::Zstd { level: 1 }, Codec::Zstd { level: 19 }, Codec::Zstd { level: -7 }];
+    for (nth, codec) in codecs.into_iter().enumerate() {
+        pool.set_codec(codec).unwrap();
+        assert_eq!(pool.codec(), codec);
+        for index in (0..400).filter(|index| index % 4 == nth as u64) {
+            pool.write(&mut worker, PageIndex(index), &page_of(index, 60)).unwrap();
+        }
+    }
+    let mut back = [0; 4096];
+    for index in 0..400 {
+        assert_eq!(pool.read(&mut worker, PageIndex(index), &mut back), Ok(Read::Done));
+        assert!(back == page_of(index, 60));
+    }
+    assert_eq!(pool.set_codec(Codec::Zstd { level: 0 }), Err(StoreError::NoSuchCodec));
+    assert_eq!(pool.set_codec(Codec::Zstd { level: 20 }), Err(StoreError::NoSuchCodec));
+}
+
+#[test]
+fn an_index_out_of_range_is_refused_and_counted() {
+    let store = store(u64::MAX);
+    let (pool, mut worker) = pool(&store);
+    let mut page = page_of(1, 50);
+    let (last, beyond) = (PageIndex(PageIndex::LIMIT - 1), PageIndex(PageIndex::LIMIT));
+    pool.write(&mut worker, last, &page).unwrap();
+    let refused = StoreError::IndexOutOfRange { index: beyond };
+    assert_eq!(pool.write(&mut worker, beyond, &page), Err(refused));
+    assert_eq!(pool.read(&mut worker, beyond, &mut page), Err(refused));
+    assert!(!pool.contains(beyond) && !pool.discard(beyond) && pool.contains(last));
+    assert_eq!(pool.move_slot(last, beyond), Err(refused));
+    assert_eq!(pool.discard_range(last, u64::MAX), 1);
+    assert_eq!(pool.stats().invalid_io, 2);
+}
+
+#[test]
+fn ages_follow_writes_and_reads_and_moves() {
+    let store = store(u64::MAX);
+    let (pool, mut worker) = pool(&store);
+    let mut page = page_of(1, 50);
+    pool.write(&mut worker, PageIndex(1), &page).unwrap();
+    pool.write(&mut worker, PageIndex(2), &[0; 4096]).unwrap();
+    let age = store.age();
+    assert_eq!(store.advance_age(), age + 1);
+    assert_eq!((pool.age_of(PageIndex(1)), pool.age_of(PageIndex(2))), (Some(age), Some(age)));
+    pool.read(&mut worker, PageIndex(1), &mut page).unwrap();
+    pool.move_slot(PageIndex(2), PageIndex(9)).unwrap();
+    let ages = [1, 2, 9].map(|index| pool.age_of(PageIndex(index)));
+    assert_eq!(ages, [Some(age + 1), None, Some(age)]);
+}
+
+#[test]
+fn ranges_as_wide_as_the_address_space_take_no_time() {
+    let store = store(u64::MAX);
+    let (pool, mut worker) = pool(&store);
+    let page = page_of(1, 50);
+    let far: Vec<u64> = (0..36).map(|bit| 1 << bit).collect();
+    for index in &far {
+        pool.write(&mut worker, PageIndex(*index), &page).unwrap();
+    }
+    let start = std::time::Instant::now();
+    let mut listed = Vec::new();
+    pool.for_each_stored(PageIndex(0), PageIndex::LIMIT, |index| listed.push(index.0));
+    assert_eq!(listed, far);
+    assert_eq!(pool.discard_range(PageIndex(0), PageIndex::LIMIT), 36);
+    assert!(start.elapsed().as_millis() < 500, "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_store_in_locked_memory_gives_memory_back_too() {
+    let config = StoreConfig { reserve_bytes: 64 << 20, lock_in_ram: true, ..StoreConfig::default() };
+    let store = Store::new(config).unwrap();
+    let (pool, mut worker) = pool(&store);
+    for index in 0..1000 {
+        match pool.write(&mut worker, PageIndex(index), &page_of(index, 50)) {
+            Ok(_) => {}
+            Err(StoreError::MemoryRefused { .. }) => {
+                println!("skipped: RLIMIT_MEMLOCK is too low here");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+    let full = resident_bytes(&store);
+    pool.discard_range(PageIndex(0), PageIndex::LIMIT);
+    while !store.compact(&mut worker, 1000).finished {}
+    assert!(resident_bytes(&store) < full / 4, "{} of {full}", resident_bytes(&store));
+}
+
+#[test]
+fn statistics_count_what_happened() {
+    let store = store(u64::MAX);
+    let (pool, mut worker) = pool(&store);
+    let mut back = [0; 4096];
+    pool.write(&mut worker, PageIndex(0), &[3; 4096]).unwrap();
+    assert_eq!(pool.write(&mut worker, PageIndex(1), &page_of(1, 100)), Ok(Written::Raw));
+    let Written::Compressed { bytes } = pool.write(&mut worker, PageIndex(2), &page_of(1, 20)).unwrap() else {
+        panic!("a page of a fifth of noise compresses")
+    };
+    pool.read(&mut worker, PageIndex(2), &mut back).unwrap();
+    pool.discard(PageIndex(0));
+    let stats = pool.stats();
+    assert_eq!((stats.num_writes, stats.num_reads, stats.pages_discard), (3, 1, 1));
+    assert_eq!((stats.orig_data_size, stats.compr_data_size), (8192, 4096 + u64::from(bytes)));
+    assert_eq!((stats.same_pages, stats.huge_pages, stats.good_pages), (0, 1, 1));
+    assert_eq!(pool.latency().writes.count, 3);
+}
