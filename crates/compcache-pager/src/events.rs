@@ -52,9 +52,8 @@ fn distrust_present(channel: &Channel, state: &mut State, range: Range<usize>) {
     while at < range.end {
         let State { table, event_scan, now_s, .. } = state;
         let dropped = Word::new(Phase::Dropped).with_payload(*now_s);
-        let next = event_scan.present_runs(channel.pagemap(), at..range.end, |run| {
-            pages(&run).all(|page| table.set(page, dropped))
-        });
+        let next = event_scan
+            .present_runs(channel.pagemap(), at..range.end, |run| pages(&run).all(|page| table.set(page, dropped)));
         at = next.max(at + PAGE);
     }
 }

@@ -90,11 +90,11 @@ struct Look {
 
 impl Evictor {
     /// An evictor with all its buffers.
-    pub fn new(worker: Worker, old_kernel: bool) -> Box<Evictor> {
+    pub fn new(worker: Worker) -> Box<Evictor> {
         Box::new(Evictor {
             worker,
             maps: MapsBuffer::new(),
-            scan: ScanBuffer::new(old_kernel),
+            scan: ScanBuffer::new(false),
             // SAFETY: pairs of numbers are valid when zero.
             found: unsafe { boxed_zeroed() },
             runs: [(0, 0); RUNS_MAX],
@@ -219,7 +219,9 @@ impl Evictor {
         let limit_bytes = state.limit_pages as usize * PAGE;
         let groups = (limit_bytes / (GROUP * PAGE) / 20).clamp(24, GROUPS_MAX);
         state.staging.reset(pager.staging_start, groups);
-        if channel.uffd.register(pager.staging_start, GROUPS_MAX * GROUP * PAGE).is_err() || pager.start_handler().is_err() {
+        if channel.uffd.register(pager.staging_start, GROUPS_MAX * GROUP * PAGE).is_err()
+            || pager.start_handler().is_err()
+        {
             pager.region.note_trouble(crate::shared::Trouble::NoThread, 0);
             return false;
         }
@@ -404,7 +406,11 @@ impl Evictor {
         if self.morgue_used > 0 {
             // SAFETY: the morgue is the pager's own, and nothing in it is wanted.
             let _ = unsafe {
-                rustix::mm::madvise(pager.morgue_start as *mut c_void, self.morgue_used, rustix::mm::Advice::LinuxDontNeed)
+                rustix::mm::madvise(
+                    pager.morgue_start as *mut c_void,
+                    self.morgue_used,
+                    rustix::mm::Advice::LinuxDontNeed,
+                )
             };
             self.morgue_used = 0;
         }
@@ -686,7 +692,8 @@ fn publish(pager: &Pager, resident_pages: u64, ours_bytes: u64) {
 fn headroom_bytes(region: &Region, totals: &Totals) -> i64 {
     let ram = region.header.ram_limit_bytes.load(Relaxed);
     let resident = region.header.resident_limit_bytes.load(Relaxed);
-    let below = |limit: u64, used: u64| if limit == 0 { i64::MAX / 2 } else { (limit - limit / 64) as i64 - used as i64 };
+    let below =
+        |limit: u64, used: u64| if limit == 0 { i64::MAX / 2 } else { (limit - limit / 64) as i64 - used as i64 };
     below(ram, totals.resident_bytes + totals.ours_bytes).min(below(resident, totals.resident_bytes))
 }
 

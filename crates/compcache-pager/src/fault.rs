@@ -116,7 +116,8 @@ impl Handler {
                 answered += 1;
                 self.follow(fault.thread);
             }
-            let low = state.staging.free_frames < state.staging.low_frames() && state.estimate_pages() >= state.limit_pages;
+            let low =
+                state.staging.free_frames < state.staging.low_frames() && state.estimate_pages() >= state.limit_pages;
             drop(state);
             if answered > 0
                 && let Some(slot) = pager.slot()
@@ -221,7 +222,10 @@ impl Handler {
         if let Some(group) = state.staging.staged.pop() {
             return crate::evict::compress_group(pager, state, &mut self.worker, group);
         }
-        if state.staging.free_frames > 0 || pager.exhausted.load(Acquire) || state.estimate_pages() < state.limit_pages + state.limit_pages / 32 {
+        if state.staging.free_frames > 0
+            || pager.exhausted.load(Acquire)
+            || state.estimate_pages() < state.limit_pages + state.limit_pages / 32
+        {
             return state;
         }
         if self.impatient > 0 {
@@ -328,9 +332,7 @@ impl Handler {
         asked: bool,
     ) -> Result<usize, Errno> {
         let room = state.limit_pages.saturating_sub(state.estimate_pages()) as usize;
-        if channel.moves
-            && let Some((frame, frames)) = state.staging.take_free(run.pages.min(BATCH))
-        {
+        if let Some((frame, frames)) = state.staging.take_free(run.pages.min(BATCH)) {
             return self.load_into_frames(pager, channel, state, run, frame, frames);
         }
         let pages = if asked { run.pages.min(BATCH).min(room.max(1)) } else { run.pages.min(BATCH).min(room) };
@@ -417,7 +419,7 @@ impl Handler {
             let heat = if age << 6 < state.limit_pages { 2 } else { 0 };
             let ahead = page != run.asked;
             let heat = if ahead { 0 } else { heat };
-            state.table.update(page, Word::new(Phase::Resident).with_heat(heat).with_read_ahead(ahead));
+            state.table.update(page, Word::new(Phase::Resident).with_heat(heat));
         }
     }
 
@@ -438,7 +440,11 @@ impl Handler {
             Errno::EEXIST => {
                 self.loaded(pager, state, run, stopped_at, 1);
                 channel.uffd.wake(stopped_at as usize * PAGE, PAGE);
-                if run.asked == stopped_at || (first..stopped_at).contains(&run.asked) { Ok(done + 1) } else { Err(Errno::EAGAIN) }
+                if run.asked == stopped_at || (first..stopped_at).contains(&run.asked) {
+                    Ok(done + 1)
+                } else {
+                    Err(Errno::EAGAIN)
+                }
             }
             Errno::EAGAIN if (first..stopped_at).contains(&run.asked) => Ok(done),
             Errno::EAGAIN => Err(Errno::EAGAIN),
@@ -464,7 +470,7 @@ impl Handler {
     fn first_touch(&mut self, channel: &Channel, state: &mut State, page: u64) -> Answer {
         let window = self.streams.fault(page);
         let pages = self.untouched_run(state, page, &window);
-        let frames = if channel.moves { state.staging.take_free(pages) } else { None };
+        let frames = state.staging.take_free(pages);
         let (filled, error) = match frames {
             Some((frame, frames)) => {
                 let source = state.staging.address(frame);

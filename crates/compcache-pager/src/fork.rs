@@ -46,6 +46,12 @@ const FREEZE: u32 = 1;
 const FROZEN: u32 = 2;
 const THAW: u32 = 3;
 
+impl Default for ForkTurn {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl ForkTurn {
     /// Nobody forks.
     pub const fn new() -> Self {

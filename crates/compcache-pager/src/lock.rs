@@ -14,7 +14,8 @@ const SPINS: u32 = 100;
 
 /// Waits until `word` no longer holds `value`, or `timeout_ns` have passed, or for no reason at all.
 pub fn wait(word: &AtomicU32, value: u32, timeout_ns: Option<u64>) {
-    let timeout = timeout_ns.map(|ns| futex::Timespec { tv_sec: (ns / 1_000_000_000) as i64, tv_nsec: (ns % 1_000_000_000) as _ });
+    let timeout = timeout_ns
+        .map(|ns| futex::Timespec { tv_sec: (ns / 1_000_000_000) as i64, tv_nsec: (ns % 1_000_000_000) as _ });
     let _ = futex::wait(word, futex::Flags::PRIVATE, value, timeout.as_ref());
 }
 

@@ -4,17 +4,35 @@ use crate::sys::Errno;
 use core::alloc::{GlobalAlloc, Layout};
 use core::ptr::null_mut;
 use core::sync::atomic::{AtomicUsize, Ordering::*};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect};
 
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
 
 /// Maps `len` bytes of private memory. Nothing of it costs anything until it is touched.
 pub fn map(len: usize) -> Result<*mut u8, Errno> {
+    map_with(len, ProtFlags::READ | ProtFlags::WRITE)
+}
+
+/// Sets `len` bytes of addresses aside, to be opened with [`set_access`]: a program that locks all its memory makes the
+/// kernel fill whatever can be touched.
+pub fn reserve(len: usize) -> Result<*mut u8, Errno> {
+    map_with(len, ProtFlags::empty())
+}
+
+/// Allows or forbids access to a range of the pager's own.
+///
+/// # Safety
+/// While access is forbidden nobody may touch the range.
+pub unsafe fn set_access(start: usize, len: usize, allowed: bool) -> Result<(), Errno> {
+    let flags = if allowed { MprotectFlags::READ | MprotectFlags::WRITE } else { MprotectFlags::empty() };
+    // SAFETY: says the caller.
+    unsafe { mprotect(start as *mut core::ffi::c_void, len, flags) }.map_err(|errno| Errno(errno.raw_os_error()))
+}
+
+fn map_with(len: usize, access: ProtFlags) -> Result<*mut u8, Errno> {
     // SAFETY: a fresh private mapping at an address of the kernel's choice disturbs nobody.
-    let mapped = unsafe {
-        mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE)
-    };
+    let mapped = unsafe { mmap_anonymous(null_mut(), len, access, MapFlags::PRIVATE | MapFlags::NORESERVE) };
     let start = mapped.map_err(|errno| Errno(errno.raw_os_error()))?;
     // Huge pages would make a touch of one byte cost two megabytes.
     // SAFETY: the range was mapped just now.
@@ -31,7 +49,7 @@ pub struct SetupHeap {
     used: AtomicUsize,
 }
 
-const HEAP_BYTES: usize = 64 << 20;
+const HEAP_BYTES: usize = 8 << 20;
 
 impl SetupHeap {
     /// An allocator that maps its range at the first call.

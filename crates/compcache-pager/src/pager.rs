@@ -22,23 +22,23 @@
 
 use crate::evict::Evictor;
 use crate::fault::Handler;
-use crate::fork::{ForkLog, ForkTurn};
+use crate::fork::{self, ForkLog, ForkTurn};
 use crate::lock::{self, Mutex, Turn};
 use crate::memory::{self, PAGE};
 use crate::process;
 use crate::regions::Ranges;
 use crate::scan::ScanBuffer;
-use crate::shared::{EvictionWay, ProcessSlot, Region, RunCodec, Trouble};
+use crate::shared::{ProcessSlot, Region, RunCodec, Trouble};
 use crate::staging::{GROUP, GROUPS_MAX, Staging};
 use crate::sys::{self, Errno, Files, RobustList};
 use crate::table::PageTable;
-use crate::uffd::{Features, Uffd};
+use crate::uffd::Uffd;
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use compcache_store::{Codec, Pool, PoolConfig, Store, StoreConfig, Worker};
 use core::ffi::c_void;
-use rustix::fd::{BorrowedFd, IntoRawFd};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use rustix::fd::{BorrowedFd, IntoRawFd};
 
 /// Ranges that can be registered at once; what is beyond stays unpaged.
 pub const REGIONS_MAX: usize = 16384;
@@ -53,39 +53,37 @@ pub const MORGUE_BYTES: usize = 1 << 20;
 
 /// Everything under the lock.
 pub struct State {
-    pub table: PageTable,
-    pub staging: Staging,
+    pub(crate) table: PageTable,
+    pub(crate) staging: Staging,
     /// Registered with the userfaultfd.
-    pub regions: Ranges<REGIONS_MAX>,
+    pub(crate) regions: Ranges<REGIONS_MAX>,
     /// Grows when a range is unmapped or moved: what was learnt of the map before is void.
-    pub generation: u64,
+    pub(crate) generation: u64,
     /// What the process held when last measured, pages, without ours.
-    pub resident_pages: u64,
+    pub(crate) resident_pages: u64,
     /// Pages added since then by answers to faults.
-    pub grown_pages: u64,
+    pub(crate) grown_pages: u64,
     /// What it may hold, pages.
-    pub limit_pages: u64,
+    pub(crate) limit_pages: u64,
     /// Evictions so far: the clock of refault distances.
-    pub eviction_clock: u64,
+    pub(crate) eviction_clock: u64,
     /// What happened while a fork was under way.
-    pub fork_log: ForkLog,
+    pub(crate) fork_log: ForkLog,
     /// Seconds since some start, for ageing `Dropped` words.
-    pub now_s: u32,
+    pub(crate) now_s: u32,
     /// Groups being compressed now, outside the lock.
-    pub compressing: u32,
+    pub(crate) compressing: u32,
     /// For looking at what is present while an event is applied.
-    pub event_scan: ScanBuffer,
+    pub(crate) event_scan: ScanBuffer,
 }
 
 /// The descriptors the two threads share, and what they can do. Written by the evictor before the handler starts.
 #[derive(Clone, Copy)]
 pub struct Channel {
     pagemap: i32,
-    pub uffd: Uffd,
+    pub(crate) uffd: Uffd,
     /// Without events: for frames that are given back.
-    pub quiet: Uffd,
-    pub features: Features,
-    pub moves: bool,
+    pub(crate) quiet: Uffd,
 }
 
 impl Channel {
@@ -98,35 +96,36 @@ impl Channel {
 
 /// One process's pager. Lives until the process ends; copied with it by fork.
 pub struct Pager {
+    /// What the tree of processes shares.
     pub region: &'static Region,
-    pub pool: Arc<Pool>,
-    pub store: Arc<Store>,
-    pub state: Mutex<Box<State>>,
-    pub channel: Mutex<Option<Channel>>,
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) store: Arc<Store>,
+    pub(crate) state: Mutex<Box<State>>,
+    pub(crate) channel: Mutex<Option<Channel>>,
     /// The handler runs and at least one range is registered.
-    pub armed: AtomicBool,
+    pub(crate) armed: AtomicBool,
     /// A fork is under way: nothing may be changed that the copy will need.
-    pub frozen: AtomicBool,
+    pub(crate) frozen: AtomicBool,
     /// The page last read from the pool while frozen.
-    pub frozen_read: AtomicU64,
+    pub(crate) frozen_read: AtomicU64,
     /// The evictor sleeps on this word; any change wakes it.
-    pub bell: AtomicU32,
+    pub(crate) bell: AtomicU32,
     /// The handler wants the lock: the evictor, which takes it again and again, lets it go first.
-    pub turn: Turn,
+    pub(crate) turn: Turn,
     /// At its last try the evictor found nothing that could go: waiting for it is in vain.
-    pub exhausted: AtomicBool,
+    pub(crate) exhausted: AtomicBool,
     /// Grows with every group of frames that becomes free: the handler waits on it when there is none.
-    pub progress: AtomicU32,
-    pub never: Box<Ranges<EXCLUDED_MAX>>,
-    pub threads: Box<[AtomicUsize; THREADS_MAX]>,
-    pub slot: AtomicUsize,
-    pub fork_turn: ForkTurn,
-    pub staging_start: usize,
-    pub morgue_start: usize,
+    pub(crate) progress: AtomicU32,
+    pub(crate) never: Box<Ranges<EXCLUDED_MAX>>,
+    pub(crate) threads: Box<[AtomicUsize; THREADS_MAX]>,
+    pub(crate) slot: AtomicUsize,
+    pub(crate) fork_turn: ForkTurn,
+    pub(crate) staging_start: usize,
+    pub(crate) morgue_start: usize,
     stacks: [*mut u8; 2],
     robust: *mut RobustList,
-    pub evictor: *mut Evictor,
-    pub handler: *mut Handler,
+    pub(crate) evictor: *mut Evictor,
+    pub(crate) handler: *mut Handler,
 }
 
 // SAFETY: the raw pointers are the two threads' own stacks and structures, each used by its thread alone; the rest is
@@ -168,10 +167,9 @@ impl Pager {
         let worker = || Worker::new(&store, clock_ns).map_err(|_| Trouble::NoMemory);
         // SAFETY: arrays of numbers and of pairs of numbers are valid when zero.
         let (never, threads) = unsafe { (boxed_zeroed::<Ranges<EXCLUDED_MAX>>(), boxed_zeroed()) };
-        let old_kernel = header.eviction_way.load(Relaxed) == EvictionWay::Remap as u32;
         let pager = Pager {
             region,
-            evictor: Box::into_raw(Evictor::new(worker()?, old_kernel)),
+            evictor: Box::into_raw(Evictor::new(worker()?)),
             handler: Box::into_raw(Handler::new(worker()?)),
             pool,
             store,
@@ -210,7 +208,9 @@ impl Pager {
     /// Takes what is mapped now, before the program's start, off the ranges that may ever be registered.
     fn note_what_is_mapped(&mut self) {
         use rustix::fs::{Mode, OFlags};
-        let Ok(fd) = rustix::fs::open(c"/proc/self/maps", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else { return };
+        let Ok(fd) = rustix::fs::open(c"/proc/self/maps", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else {
+            return;
+        };
         let never = &mut self.never;
         // SAFETY: the evictor's thread does not run yet, and this is the only reference.
         let buffer = unsafe { &mut (*self.evictor).maps };
@@ -273,17 +273,37 @@ impl Pager {
     pub fn open_channel(&self) -> Result<Channel, (Trouble, Errno)> {
         let (uffd, features) = Uffd::open(true).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
         let (quiet, _) = Uffd::open(false).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
-        let way = self.region.header.eviction_way.load(Relaxed);
-        let moves = features.moves && way != EvictionWay::Remap as u32;
-        if way == EvictionWay::Move as u32 && !moves {
+        if !features.moves {
             return Err((Trouble::NoEvictionWay, Errno(0)));
         }
         // Frames that are given back cause no events; and nothing is announced before the first range is registered.
         quiet.register(self.morgue_start, MORGUE_BYTES).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
         let pagemap = process::open(c"/proc/self/pagemap").ok_or((Trouble::NoProc, Errno(0)))?.into_raw_fd();
-        let channel = Channel { pagemap, uffd, quiet, features, moves };
+        let channel = Channel { pagemap, uffd, quiet };
         *self.channel.lock() = Some(channel);
         Ok(channel)
+    }
+
+    /// Runs `lock`, which locks all memory of the process (mlockall): what is evicted comes back to be locked, and staging
+    /// is left out, empty, so that locked memory is not evicted again: frames do not move between locked and unlocked
+    /// ranges.
+    pub fn while_memory_is_locked<T>(&self, lock: impl FnOnce() -> T) -> T {
+        fork::prepare(self);
+        let ranges = [(self.staging_start, GROUPS_MAX * GROUP * PAGE), (self.morgue_start, MORGUE_BYTES)];
+        for (start, len) in ranges {
+            // SAFETY: nothing is staged and nobody stages anything before `fork::parent`.
+            let _ = unsafe { memory::set_access(start, len, false) };
+        }
+        let result = lock();
+        for (start, len) in ranges {
+            // SAFETY: ranges of the pager's own.
+            unsafe {
+                let _ = rustix::mm::munlock(start as *mut c_void, len);
+                let _ = memory::set_access(start, len, true);
+            }
+        }
+        fork::parent(self);
+        result
     }
 
     /// Notes the control block of a thread of the program's: the page it lies on, and its neighbours, are never evicted.

@@ -30,7 +30,12 @@ impl ScanBuffer {
     /// the results of one call to the kernel are used up. Returns where to go on, `range.end` when all was seen.
     ///
     /// Pages of the kernel's shared zero page are left out: they cost nothing.
-    pub fn present_runs(&mut self, pagemap: BorrowedFd<'_>, range: Range<usize>, mut each: impl FnMut(Range<usize>) -> bool) -> usize {
+    pub fn present_runs(
+        &mut self,
+        pagemap: BorrowedFd<'_>,
+        range: Range<usize>,
+        mut each: impl FnMut(Range<usize>) -> bool,
+    ) -> usize {
         if !self.without_scan {
             match self.scan(pagemap, &range) {
                 Some((count, walked_to)) => {
@@ -67,7 +72,12 @@ impl ScanBuffer {
         Some((count, argument.walk_end as usize))
     }
 
-    fn read_words(&mut self, pagemap: BorrowedFd<'_>, range: Range<usize>, mut each: impl FnMut(Range<usize>) -> bool) -> usize {
+    fn read_words(
+        &mut self,
+        pagemap: BorrowedFd<'_>,
+        range: Range<usize>,
+        mut each: impl FnMut(Range<usize>) -> bool,
+    ) -> usize {
         let pages = ((range.end - range.start) / PAGE).min(WORDS);
         // SAFETY: any bytes are valid words.
         let bytes = unsafe { core::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast::<u8>(), pages * 8) };

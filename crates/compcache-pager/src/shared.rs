@@ -42,12 +42,10 @@ pub const LATENCY_BUCKETS: usize = 128;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum EvictionWay {
-    /// `Move` where the kernel has it, else `Remap`.
+    /// The best way the kernel has.
     Auto = 0,
     /// UFFDIO_MOVE to staging (Linux 6.8).
     Move = 1,
-    /// mremap(MREMAP_DONTUNMAP) to staging (Linux 5.13).
-    Remap = 2,
 }
 
 /// The codec of the tree's pools.

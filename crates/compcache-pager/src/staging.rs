@@ -180,9 +180,4 @@ impl Staging {
             self.free.push(group);
         }
     }
-
-    /// Frames that hold something: memory held here, in pages.
-    pub fn present_frames(&self) -> usize {
-        self.groups[..self.groups_max].iter().map(|group| group.present.count_ones() as usize).sum()
-    }
 }

@@ -25,7 +25,6 @@ impl Errno {
 
 const SYS_RT_SIGPROCMASK: usize = 14;
 const SYS_IOCTL: usize = 16;
-const SYS_EXIT: usize = 60;
 const SYS_CAPSET: usize = 126;
 const SYS_FUTEX: usize = 202;
 const SYS_SCHED_SETAFFINITY: usize = 203;
@@ -130,8 +129,7 @@ pub fn ask_for_short_slices(slice_ns: u64) {
         period: u64,
     }
     let size = size_of::<SchedAttr>() as u32;
-    let attr =
-        SchedAttr { size, policy: 0, flags: 0, nice: 0, priority: 0, runtime: slice_ns, deadline: 0, period: 0 };
+    let attr = SchedAttr { size, policy: 0, flags: 0, nice: 0, priority: 0, runtime: slice_ns, deadline: 0, period: 0 };
     // SAFETY: the kernel reads `size` bytes of the structure and keeps no pointer.
     let _ = unsafe { call(SYS_SCHED_SETATTR, [0, &raw const attr as usize, 0, 0]) };
 }
@@ -174,7 +172,6 @@ impl RobustList {
 }
 
 const CLONE_VM: usize = 0x100;
-const CLONE_FS: usize = 0x200;
 const CLONE_FILES: usize = 0x400;
 const CLONE_SIGHAND: usize = 0x800;
 const CLONE_THREAD: usize = 0x1_0000;
@@ -222,7 +219,7 @@ pub unsafe fn start_thread(
     entry: extern "C" fn(*mut c_void) -> !,
     argument: *mut c_void,
 ) -> Result<u32, Errno> {
-    let mut flags = CLONE_VM | CLONE_FS | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_SETTLS;
+    let mut flags = CLONE_VM | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_SETTLS;
     if files == Files::Shared {
         flags |= CLONE_FILES;
     }
@@ -260,12 +257,4 @@ unsafe extern "C" fn clone_thread(
         "call r9",
         "ud2",
     )
-}
-
-/// Ends the calling thread, and only it.
-pub fn exit_thread() -> ! {
-    loop {
-        // SAFETY: takes no pointer.
-        let _ = unsafe { call(SYS_EXIT, [0; 4]) };
-    }
 }

@@ -15,7 +15,7 @@
 //! again nobody can tell whether they have gone, so it must not be evicted: its old contents would come back later.
 //! The payload is then the time of the announcement.
 //!
-//! Word: bits 0-2 phase, 3-4 heat, 5 came by read-ahead, 8-31 payload (staging frame, or the eviction clock).
+//! Word: bits 0-2 phase, 3-4 heat, 8-31 payload (staging frame, or the eviction clock).
 //!
 //! The tree has three levels of 512 under a root of 512 (48-bit addresses); nodes come from one mapped range and are
 //! never given back: 2 KiB for each 2 MiB of addresses that were ever evicted from, 0.1 %.
@@ -64,10 +64,6 @@ impl Word {
         self.0 >> 3 & 3
     }
 
-    pub fn read_ahead(self) -> bool {
-        self.0 & 32 != 0
-    }
-
     pub fn payload(self) -> u32 {
         self.0 >> 8
     }
@@ -80,22 +76,18 @@ impl Word {
         Word(self.0 & !(3 << 3) | heat.min(HEAT_MAX) << 3)
     }
 
-    pub fn with_read_ahead(self, came: bool) -> Word {
-        Word(self.0 & !32 | u32::from(came) << 5)
-    }
-
     pub fn with_payload(self, payload: u32) -> Word {
         Word(self.0 & 0xff | payload << 8)
     }
 }
 
-/// Pages a leaf covers.
-pub const LEAF_PAGES: u64 = 512;
 const FANOUT: usize = 512;
 /// Pages of the address space: 48 bits of bytes.
 pub const PAGES: u64 = 1 << 36;
 /// Address range for nodes: enough for 16 TiB of addresses evicted from.
 const NODES_BYTES: usize = 16 << 30;
+/// Nodes opened at a time: 1 MiB.
+const OPEN_NODES: u32 = 512;
 
 type Node = [u32; FANOUT];
 
@@ -103,6 +95,8 @@ type Node = [u32; FANOUT];
 pub struct PageTable {
     nodes: *mut Node,
     used: u32,
+    /// Nodes that may be touched.
+    opened: u32,
     capacity: u32,
 }
 
@@ -113,16 +107,27 @@ impl PageTable {
     /// An empty table.
     pub fn new() -> Result<PageTable, Errno> {
         let mut bytes = NODES_BYTES;
-        loop {
-            match memory::map(bytes) {
-                // Number 0 is "no child"; the root is 1.
-                Ok(start) => {
-                    return Ok(PageTable { nodes: start.cast(), used: 2, capacity: (bytes / size_of::<Node>()) as u32 });
-                }
+        let nodes = loop {
+            match memory::reserve(bytes) {
+                Ok(start) => break start.cast(),
                 Err(errno) if bytes <= 16 << 20 => return Err(errno),
                 Err(_) => bytes /= 4,
             }
+        };
+        // Number 0 is "no child"; the root is 1.
+        let mut table = PageTable { nodes, used: 2, opened: 0, capacity: (bytes / size_of::<Node>()) as u32 };
+        if table.open_more() { Ok(table) } else { Err(Errno::ENOMEM) }
+    }
+
+    fn open_more(&mut self) -> bool {
+        if self.opened == self.capacity {
+            return false;
         }
+        let start = self.nodes as usize + self.opened as usize * size_of::<Node>();
+        // SAFETY: a part of the range that was reserved for nodes, touched by nobody yet.
+        let opened = unsafe { memory::set_access(start, OPEN_NODES as usize * size_of::<Node>(), true) }.is_ok();
+        self.opened += if opened { OPEN_NODES } else { 0 };
+        opened
     }
 
     /// Memory the table holds, bytes.
@@ -170,7 +175,7 @@ impl PageTable {
                 child
             } else if word == Word::UNKNOWN {
                 return true;
-            } else if self.used == self.capacity {
+            } else if self.used == self.opened && !self.open_more() {
                 return false;
             } else {
                 let fresh = self.used;
@@ -213,13 +218,10 @@ mod tests {
 
     #[test]
     fn a_word_keeps_each_of_its_fields_apart() {
-        let word = Word::new(Phase::Stored).with_heat(3).with_read_ahead(true).with_payload(0xff_ffff);
-        assert_eq!(
-            (word.phase(), word.heat(), word.read_ahead(), word.payload()),
-            (Phase::Stored, 3, true, 0xff_ffff)
-        );
-        let word = word.with_phase(Phase::Staged).with_heat(0).with_payload(7).with_read_ahead(false);
-        assert_eq!((word.phase(), word.heat(), word.read_ahead(), word.payload()), (Phase::Staged, 0, false, 7));
+        let word = Word::new(Phase::Stored).with_heat(3).with_payload(0xff_ffff);
+        assert_eq!((word.phase(), word.heat(), word.payload()), (Phase::Stored, 3, 0xff_ffff));
+        let word = word.with_phase(Phase::Staged).with_heat(0).with_payload(7);
+        assert_eq!((word.phase(), word.heat(), word.payload()), (Phase::Staged, 0, 7));
     }
 
     #[test]
@@ -238,7 +240,7 @@ mod tests {
         let mut table = PageTable::new().unwrap();
         assert!(table.set(1 << 33, Word::new(Phase::Stored)));
         let found = table.next_known(0, PAGES).unwrap();
-        assert!(found <= 1 << 33 && (1 << 33) - found < LEAF_PAGES);
-        assert_eq!(table.next_known((1 << 33) + LEAF_PAGES, PAGES), None);
+        assert!(found <= 1 << 33 && (1 << 33) - found < FANOUT as u64);
+        assert_eq!(table.next_known((1 << 33) + FANOUT as u64, PAGES), None);
     }
 }

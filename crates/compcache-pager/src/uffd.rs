@@ -93,7 +93,8 @@ impl Uffd {
         let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
         let device = rustix::fs::open(c"/dev/userfaultfd", flags, rustix::fs::Mode::empty()).ok()?;
         // SAFETY: USERFAULTFD_IOC_NEW takes flags by value; see `ioctl_value`.
-        let fd = unsafe { sys::ioctl_value(device.as_raw_fd(), USERFAULTFD_IOC_NEW, (O_NONBLOCK | O_CLOEXEC) as usize) };
+        let fd =
+            unsafe { sys::ioctl_value(device.as_raw_fd(), USERFAULTFD_IOC_NEW, (O_NONBLOCK | O_CLOEXEC) as usize) };
         Some(Uffd { fd: fd.ok()? as i32 })
     }
 
@@ -114,7 +115,8 @@ impl Uffd {
         // SAFETY: the descriptor is open as long as the pager lives.
         let fd = unsafe { rustix::fd::BorrowedFd::borrow_raw(self.fd) };
         let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-        let timeout = Timespec { tv_sec: i64::from(timeout_ms) / 1000, tv_nsec: (i64::from(timeout_ms) % 1000) * 1_000_000 };
+        let timeout =
+            Timespec { tv_sec: i64::from(timeout_ms) / 1000, tv_nsec: (i64::from(timeout_ms) % 1000) * 1_000_000 };
         matches!(poll(&mut fds, (timeout_ms >= 0).then_some(&timeout)), Ok(n) if n > 0)
     }
 
@@ -159,8 +161,7 @@ impl Uffd {
     ///
     /// Returns how many bytes were moved, and the error that stopped it, if any.
     pub fn move_pages(&self, dst: usize, src: usize, len: usize) -> (usize, Option<Errno>) {
-        let mut argument =
-            uapi::uffdio_move { dst: dst as u64, src: src as u64, len: len as u64, mode: 0, move_: 0 };
+        let mut argument = uapi::uffdio_move { dst: dst as u64, src: src as u64, len: len as u64, mode: 0, move_: 0 };
         // SAFETY: UFFDIO_MOVE reads and writes a struct uffdio_move. Page contents only change place between ranges the
         // pager owns or has registered; the caller's state machine says who may look at them.
         match unsafe { sys::ioctl(self.fd, UFFDIO_MOVE, &mut argument) } {
@@ -174,8 +175,7 @@ impl Uffd {
     /// # Safety
     /// `src` must be readable for `len` bytes, and all of it present: a fault taken here would be answered by nobody.
     pub unsafe fn copy(&self, dst: usize, src: *const u8, len: usize) -> (usize, Option<Errno>) {
-        let mut argument =
-            uapi::uffdio_copy { dst: dst as u64, src: src as u64, len: len as u64, mode: 0, copy: 0 };
+        let mut argument = uapi::uffdio_copy { dst: dst as u64, src: src as u64, len: len as u64, mode: 0, copy: 0 };
         // SAFETY: UFFDIO_COPY reads and writes a struct uffdio_copy; the caller answers for the source.
         match unsafe { sys::ioctl(self.fd, codes::UFFDIO_COPY, &mut argument) } {
             Ok(_) => (len, None),

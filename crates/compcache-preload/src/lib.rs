@@ -1,5 +1,5 @@
 //! The shared object that puts the pager into a program: a constructor, the fork handlers, and a look at each new
-//! thread's control block. Everything else is `compcache-pager`.
+//! thread's control block and at mlockall. Everything else is `compcache-pager`.
 //!
 //! `compcache run` names this object in `LD_PRELOAD` and the tree's shared region in `COMPCACHE_REGION`. Without that
 //! variable, or where anything is missing, the object does nothing: a program must run unpaged rather than not at all.
@@ -103,7 +103,8 @@ fn map_region(path: &CStr) -> Option<&'static Region> {
         let flags = ProtFlags::READ | ProtFlags::WRITE;
         &*mmap(null_mut(), shared::REGION_BYTES, flags, MapFlags::SHARED, &file, 0).ok()?.cast::<Region>()
     };
-    let known = region.header.magic.load(Relaxed) == shared::MAGIC && region.header.version.load(Relaxed) == shared::VERSION;
+    let known =
+        region.header.magic.load(Relaxed) == shared::MAGIC && region.header.version.load(Relaxed) == shared::VERSION;
     known.then_some(region)
 }
 
@@ -152,4 +153,18 @@ pub unsafe extern "C" fn pthread_create(
         pager.add_control_block(unsafe { *thread.cast::<usize>() });
     }
     result
+}
+
+/// `mlockall`, with what the pager keeps left out.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
+    // SAFETY: the caller's own call, passed on.
+    let lock = || libc::real_mlockall().map_or(-1, |real| unsafe { real(flags) });
+    match pager() {
+        Some(pager) => pager.while_memory_is_locked(lock),
+        None => lock(),
+    }
 }

@@ -9,12 +9,8 @@ pub const EAGAIN: c_int = 11;
 
 type Handler = extern "C" fn();
 /// The type of `pthread_create`.
-pub type PthreadCreate = unsafe extern "C" fn(
-    *mut c_void,
-    *const c_void,
-    extern "C" fn(*mut c_void) -> *mut c_void,
-    *mut c_void,
-) -> c_int;
+pub type PthreadCreate =
+    unsafe extern "C" fn(*mut c_void, *const c_void, extern "C" fn(*mut c_void) -> *mut c_void, *mut c_void) -> c_int;
 
 #[link(name = "c")]
 unsafe extern "C" {
@@ -53,15 +49,26 @@ pub fn register_fork_handlers(prepare: Handler, parent: Handler, child: Handler)
 /// The `pthread_create` that is called when this object's is.
 pub fn real_pthread_create() -> Option<PthreadCreate> {
     static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
-    let mut found = REAL.load(Relaxed);
-    if found.is_null() {
-        const NAME: &CStr = c"pthread_create";
-        // SAFETY: a look-up by a name that ends with a zero.
-        found = unsafe { dlsym(RTLD_NEXT, NAME.as_ptr()) };
-        REAL.store(found, Relaxed);
-    }
     // SAFETY: null is None; anything else that libc calls pthread_create has that type.
-    unsafe { core::mem::transmute::<*mut c_void, Option<PthreadCreate>>(found) }
+    unsafe { core::mem::transmute::<*mut c_void, Option<PthreadCreate>>(next(&REAL, c"pthread_create")) }
+}
+
+/// The `mlockall` that is called when this object's is.
+pub fn real_mlockall() -> Option<unsafe extern "C" fn(c_int) -> c_int> {
+    static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
+    // SAFETY: null is None; anything else that libc calls mlockall has that type.
+    unsafe {
+        core::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn(c_int) -> c_int>>(next(&REAL, c"mlockall"))
+    }
+}
+
+/// The symbol of this name in the objects after this one; looked up once.
+fn next(found: &AtomicPtr<c_void>, name: &CStr) -> *mut c_void {
+    if found.load(Relaxed).is_null() {
+        // SAFETY: a look-up by a name that ends with a zero.
+        found.store(unsafe { dlsym(RTLD_NEXT, name.as_ptr()) }, Relaxed);
+    }
+    found.load(Relaxed)
 }
 
 /// Touches every open stream and its lock: in the child of a fork libc resets them before it calls handlers.

@@ -60,7 +60,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "CODEC", default_value = "lz4")]
     pub codec: Codec,
 
-    /// How pages leave the program: move needs Linux 6.8, remap is the older way
+    /// How pages leave the program
     #[arg(long, value_name = "WAY", default_value = "auto")]
     pub evict: Evict,
 
@@ -124,12 +124,10 @@ impl FromStr for Codec {
 /// `--evict`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Evict {
-    /// Move where the kernel has it, else remap
+    /// The best way this kernel has
     Auto,
     /// UFFDIO_MOVE (Linux 6.8)
     Move,
-    /// mremap(MREMAP_DONTUNMAP) (Linux 5.13)
-    Remap,
 }
 
 impl From<Evict> for EvictionWay {
@@ -137,7 +135,6 @@ impl From<Evict> for EvictionWay {
         match evict {
             Evict::Auto => Self::Auto,
             Evict::Move => Self::Move,
-            Evict::Remap => Self::Remap,
         }
     }
 }

@@ -95,6 +95,8 @@ const fn class_by_granules() -> [u8; PAGE_SIZE / GRANULE + 1] {
     table
 }
 
+const _: () = assert!(CLASSES < 256);
+
 impl Class {
     /// The smallest class that holds `length` bytes, 1..=4096.
     #[inline]
@@ -143,7 +145,6 @@ mod tests {
 
     #[test]
     fn slots_fit_their_span_and_tails_are_short() {
-        assert!(CLASSES < 256);
         for class in Class::all() {
             let touched = class.slot_bytes() * class.objects();
             assert!(touched <= SPAN_BYTES && class.slot_bytes() % GRANULE == 0);

@@ -89,10 +89,10 @@ fn ld_preload(object: &Path, before: Option<&OsStr>) -> anyhow::Result<OsString>
 /// The way pages leave, or why the one asked for does not exist here.
 fn eviction_way(asked: Evict, features: Features) -> anyhow::Result<EvictionWay> {
     if !features.events() {
-        bail!("this kernel's userfaultfd does not report munmap, mremap and madvise; Linux 5.13 or newer is needed");
+        bail!("this kernel's userfaultfd does not report munmap, mremap and madvise; Linux 6.8 or newer is needed");
     }
-    if asked == Evict::Move && !features.moves() {
-        bail!("--evict move needs UFFDIO_MOVE, Linux 6.8 or newer. Use --evict auto: it takes the older way here.");
+    if !features.moves() {
+        bail!("paging needs UFFDIO_MOVE, Linux 6.8 or newer; the way for older kernels is not in this version.");
     }
     Ok(asked.into())
 }

@@ -60,6 +60,16 @@ impl Facts {
     }
 }
 
+/// The largest resident size that any of these processes has had.
+pub fn peak_bytes(pids: &[i32]) -> u64 {
+    let peak = |pid: &i32| -> Option<u64> {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+        line.trim().trim_end_matches(" kB").parse().ok()
+    };
+    pids.iter().filter_map(peak).max().unwrap_or(0) * 1024
+}
+
 /// What the threads of these processes wait for.
 pub fn report(pids: &[i32]) -> String {
     let mut report = String::new();

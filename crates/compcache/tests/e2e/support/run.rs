@@ -31,7 +31,7 @@ pub enum Way {
 
 /// The ways to run under compcache on this machine, of those that `COMPCACHE_WAYS` allows.
 pub fn ways() -> Vec<Way> {
-    let wanted = std::env::var("COMPCACHE_WAYS").unwrap_or("move,remap".into());
+    let wanted = std::env::var("COMPCACHE_WAYS").unwrap_or("move".into());
     let mut ways = Vec::new();
     if !compcache_testkit::features::requires(&[compcache_testkit::features::Feature::Userfaultfd]) {
         return ways;
@@ -193,7 +193,18 @@ impl Program {
         let shown = format!("{command:?}");
         let child = command.stdin(input).stdout(stdout).stderr(stderr).process_group(0).spawn();
         let child = child.unwrap_or_else(|error| panic!("{shown}: {error}"));
-        Running { child, mark, dir, started: Instant::now(), patience: self.patience, shown, stats, way, waited: false }
+        Running {
+            child,
+            mark,
+            dir,
+            started: Instant::now(),
+            patience: self.patience,
+            shown,
+            stats,
+            way,
+            waited: false,
+            peak_bytes: 0,
+        }
     }
 }
 
@@ -208,6 +219,7 @@ pub struct Running {
     stats: PathBuf,
     way: Way,
     waited: bool,
+    peak_bytes: u64,
 }
 
 /// A program that has ended.
@@ -215,7 +227,7 @@ pub struct Outcome {
     pub status: ExitStatus,
     pub stdout: Vec<u8>,
     pub stderr: String,
-    /// The largest resident size of it and of the children it waited for.
+    /// The largest resident size of one of its processes, sampled; of a bare run only.
     pub peak_bytes: u64,
     /// What `--stats` said last.
     pub stats: Option<Value>,
@@ -286,15 +298,13 @@ impl Running {
         assert_eq!(unsafe { libc::kill(self.pid(), signal) }, 0);
     }
 
-    fn try_wait(&mut self) -> Option<(ExitStatus, u64)> {
+    fn try_wait(&mut self) -> Option<ExitStatus> {
         let mut status = 0;
-        // SAFETY: rusage is plain numbers, for which zero is a value.
-        let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-        // SAFETY: both pointers are to values of ours; the process is our child and is waited for here alone.
-        let got = unsafe { libc::wait4(self.pid(), &mut status, libc::WNOHANG, &mut usage) };
-        assert!(got >= 0, "{}: wait4: {}", self.shown, std::io::Error::last_os_error());
+        // SAFETY: the pointer is to a value of ours; the process is our child and is waited for here alone.
+        let got = unsafe { libc::waitpid(self.pid(), &mut status, libc::WNOHANG) };
+        assert!(got >= 0, "{}: waitpid: {}", self.shown, std::io::Error::last_os_error());
         self.waited = got == self.pid();
-        self.waited.then(|| (ExitStatus::from_raw(status), usage.ru_maxrss as u64 * 1024))
+        self.waited.then(|| ExitStatus::from_raw(status))
     }
 
     fn give_up_when_late(&self) {
@@ -304,23 +314,31 @@ impl Running {
         let pids = self.processes();
         let report = diagnose::report(&pids);
         diagnose::kill(&pids);
-        panic!("HANG: {} after {:?}\nstderr: {}\n{report}", self.shown, self.patience, self.stderr_so_far());
+        let (shown, patience, stderr) = (&self.shown, self.patience, self.stderr_so_far());
+        let stats = self.stats_now().unwrap_or_default();
+        panic!("HANG: {shown} after {patience:?}\nstderr: {stderr}\nstatistics: {stats:#}\n{report}");
     }
 
     /// Waits for the end of the process that was started; others of the run may go on.
-    pub fn await_end(&mut self) -> (ExitStatus, u64) {
+    pub fn await_end(&mut self) -> ExitStatus {
+        let mut rounds = 0_u64;
         loop {
-            match self.try_wait() {
-                Some(ended) => return ended,
-                None => std::thread::sleep(Duration::from_millis(2)),
+            if let Some(status) = self.try_wait() {
+                return status;
+            }
+            // Not `ru_maxrss`: that counts what the test's own process held when it started the program.
+            if self.way == Way::Bare && rounds.is_multiple_of(8) {
+                self.peak_bytes = self.peak_bytes.max(diagnose::peak_bytes(&self.processes()));
             }
             self.give_up_when_late();
+            std::thread::sleep(Duration::from_millis(2));
+            rounds += 1;
         }
     }
 
     /// Waits for its end.
     pub fn finish(mut self) -> Outcome {
-        let (status, peak_bytes) = self.await_end();
+        let status = self.await_end();
         let mut stdout = Vec::new();
         let mut file = File::open(self.dir.path().join("stdout")).expect("the output");
         file.rewind().and_then(|()| file.read_to_end(&mut stdout)).expect("the output");
@@ -328,7 +346,7 @@ impl Running {
             status,
             stdout,
             stderr: self.stderr_so_far(),
-            peak_bytes,
+            peak_bytes: self.peak_bytes,
             stats: self.stats_now(),
             seconds: self.started.elapsed().as_secs_f64(),
             shown: self.shown.clone(),
