@@ -12,6 +12,7 @@ use crate::record::Record;
 use crate::run::{Job, Outcome};
 use crate::side::{Bench, Side, SideRun};
 use crate::stat::Spread;
+use crate::table::mib;
 
 /// How often a run is tried that the kernel ended for want of memory.
 const ATTEMPTS: usize = 3;
@@ -96,6 +97,9 @@ impl<'b> Comparison<'b> {
     fn one_run(&mut self, side: &Side, cap_bytes: u64, job: &Job, missing: &mut bool) -> Option<SideRun> {
         match self.bench.run(side, cap_bytes, job) {
             Ok(run) => {
+                if let Some((told, seen)) = run.untold_peak() {
+                    println!("  {side}: says that its peak was {} MiB; {} MiB were seen", mib(told), mib(seen));
+                }
                 if !is_good(&run) {
                     // That the kernel ends a program which it finds no room for is an answer, not a fault of ours.
                     self.failures += usize::from(matches!(side, Side::Ours(_)) || run.outcome.exit == 0);

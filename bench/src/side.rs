@@ -80,6 +80,12 @@ impl SideRun {
         self.statistic("mem_used_at_peak_bytes").unwrap_or(self.outcome.peak.held.memory_bytes)
     }
 
+    /// The peak that ours says it had and the one that was seen, when they lie more than a tenth apart.
+    pub fn untold_peak(&self) -> Option<(u64, u64)> {
+        let (told, seen) = (self.statistic("total_peak_bytes")?, self.outcome.peak.total_bytes);
+        (seen > told + told / 10).then_some((told, seen))
+    }
+
     fn statistic(&self, name: &str) -> Option<u64> {
         self.stats.as_ref()?[name].as_u64()
     }

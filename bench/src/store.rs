@@ -433,11 +433,16 @@ fn judge(all: &[Measured], mixed: &Measured, kept: &mut Record) -> usize {
     for m in all.iter().filter(|m| Kind::HEAPS.iter().any(|kind| kind.name() == m.kind)) {
         targets.push(target(m, "write", Some(m.write), 1.20, false, "x codec"));
         targets.push(target(m, "read", Some(m.read), 1.25, false, "x codec"));
-        targets.push(target(m, "two threads", Some(m.threads), 1.8, true, "x one"));
+        // Where the codec alone does not gain from a second thread, others use the CPUs, and nothing can be said.
+        let free = m.codec_threads.median >= 1.8;
+        targets.push(target(m, "two threads", free.then_some(m.threads), 1.8, true, "x one"));
     }
     for m in all.iter().chain([mixed]) {
         targets.push(target(m, "memory", exact(m.memory), 1.06, false, "x compr_data_size"));
         targets.push(target(m, "metadata", exact(m.metadata_bytes), 16.0, false, "bytes a page"));
+    }
+    if all.iter().any(|m| m.codec_threads.median < 1.8) {
+        println!("the second CPU is not free: two threads of the codec alone do not reach 1.8 x one either");
     }
     for target in &targets {
         println!("{target}");

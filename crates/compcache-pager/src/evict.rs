@@ -45,6 +45,8 @@ const REGION_BYTES_MIN: usize = 16 << 10;
 const SCAN_BYTES: usize = 16 << 20;
 const RUNS_MAX: usize = 128;
 const SHARED_MAX: usize = 64;
+/// Groups moved out or compressed before the process is measured again: about two milliseconds.
+const STEPS_BETWEEN_LOOKS: u32 = 64;
 const UNSHARE_TRIES: u32 = 64;
 /// After this time a page that was announced to be dropped and is still there was not dropped (MADV_FREE).
 const DROPPED_FOR_S: u32 = 10;
@@ -123,6 +125,7 @@ impl Evictor {
 
     /// The thread.
     pub fn run(&mut self, pager: &'static Pager) -> ! {
+        sys::ask_for_short_slices(200_000);
         if !self.recover {
             let seen = pager.bell.load(Acquire);
             lock::wait(&pager.bell, seen, Some(FIRST_NAP_NS));
@@ -160,24 +163,27 @@ impl Evictor {
         }
     }
 
-    /// One look, and what follows from it; returns how long to sleep.
+    /// Looks, and evicts what is too much; returns how long to sleep.
     fn tick(&mut self, pager: &'static Pager, channel: &Channel) -> u64 {
-        fork::serve(pager);
-        let Some(look) = self.look(pager) else { return NAP_MAX_NS };
-        let armed = pager.armed.load(Acquire);
-        if look.over_pages > 0 && !armed && !self.arm(pager, channel) {
-            return NAP_MAX_NS;
+        loop {
+            fork::serve(pager);
+            let Some(look) = self.look(pager) else { return NAP_MAX_NS };
+            let over = look.over_pages > 0;
+            let armed = pager.armed.load(Acquire);
+            if over && !armed && !self.arm(pager, channel) {
+                return NAP_MAX_NS;
+            }
+            if armed && over && (look.unknown_growth > 16 || pager.exhausted.load(Acquire)) {
+                self.find_regions(pager, channel);
+            }
+            if pager.armed.load(Acquire) && self.evict(pager, channel) == Evicted::More {
+                continue;
+            }
+            let headroom_bytes = (-look.over_pages).max(0) as u64 * PAGE as u64;
+            let until_full_ns = headroom_bytes * 1_000_000_000 / GROWTH_BYTES_PER_S;
+            let floor_ns = if look.busy { NAP_MIN_NS } else { NAP_IDLE_NS };
+            return until_full_ns.clamp(floor_ns, NAP_MAX_NS);
         }
-        if armed && look.over_pages > 0 && (look.unknown_growth > 16 || pager.exhausted.load(Acquire)) {
-            self.find_regions(pager, channel);
-        }
-        if pager.armed.load(Acquire) {
-            self.evict(pager, channel);
-        }
-        let headroom_bytes = (-look.over_pages).max(0) as u64 * PAGE as u64;
-        let until_full_ns = headroom_bytes * 1_000_000_000 / GROWTH_BYTES_PER_S;
-        let floor_ns = if look.busy { NAP_MIN_NS } else { NAP_IDLE_NS };
-        until_full_ns.clamp(floor_ns, NAP_MAX_NS)
     }
 
     /// Measures the process, publishes it, and derives its limit from what the tree holds.
@@ -305,35 +311,40 @@ impl Evictor {
         }
     }
 
-    /// Evicts until the process is within its limit and the handler has frames, or nothing more can be evicted.
-    fn evict(&mut self, pager: &Pager, channel: &Channel) {
+    /// Evicts until the process is within its limit and the handler has frames, nothing more can be evicted, or it is
+    /// time for another look: the pool grows while pages leave, and so the limit moves.
+    fn evict(&mut self, pager: &Pager, channel: &Channel) -> Evicted {
         let (mut fruitless, mut unshared) = (0, 0);
-        loop {
+        for _ in 0..STEPS_BETWEEN_LOOKS {
             fork::serve(pager);
             pager.turn.let_go_first();
             let mut state = pager.state.lock();
             if pager.frozen.load(Acquire) {
-                return;
+                return Evicted::Enough;
             }
-            let over = state.estimate_pages() > state.limit_pages;
-            let at_limit = state.estimate_pages() + (state.staging.groups_max * GROUP) as u64 >= state.limit_pages;
+            let estimate = state.estimate_pages();
+            let over = estimate > state.limit_pages;
+            let at_limit = estimate + (state.staging.groups_max * GROUP) as u64 >= state.limit_pages;
             let short = at_limit && state.staging.free_frames < state.staging.high_frames();
             if !over && !short {
-                return;
+                return Evicted::Enough;
             }
             if fruitless > 2 {
                 pager.exhausted.store(true, Release);
                 pager.tell_progress();
-                return;
+                return Evicted::Enough;
             }
             if over && state.staging.free_frames > state.staging.low_frames() {
                 self.bury(pager, channel, &mut state);
                 continue;
             }
             if state.staging.staged.len() > state.staging.held_groups() || state.staging.empty.is_empty() {
-                let Some(group) = state.staging.staged.pop() else { return };
-                drop(compress_group(pager, state, &mut self.worker, group));
-                pager.tell_progress();
+                if !self.compress_oldest(pager, state) {
+                    // No group is empty or staged: the garbage frames lie scattered. One group is cleared of them.
+                    let mut state = pager.state.lock();
+                    let _ = self.bury_some(pager, channel, &mut state);
+                    self.empty_morgue(pager);
+                }
                 continue;
             }
             match self.fill_group(pager, channel, &mut state) {
@@ -351,17 +362,21 @@ impl Evictor {
                         unshared += 1;
                         continue;
                     }
-                    fruitless += 1;
-                    let mut state = pager.state.lock();
                     // What is staged is all there is to gain.
-                    if let Some(group) = state.staging.staged.pop() {
-                        drop(compress_group(pager, state, &mut self.worker, group));
-                        pager.tell_progress();
-                        fruitless = 0;
-                    }
+                    let gained = self.compress_oldest(pager, pager.state.lock());
+                    fruitless = if gained { 0 } else { fruitless + 1 };
                 }
             }
         }
+        Evicted::More
+    }
+
+    /// Compresses the group that has been staged longest. False when none is.
+    fn compress_oldest(&mut self, pager: &Pager, mut state: Guard<'_, Box<State>>) -> bool {
+        let Some(group) = state.staging.staged.pop() else { return false };
+        drop(compress_group(pager, state, &mut self.worker, group));
+        pager.tell_progress();
+        true
     }
 
     /// Makes the pages that would not move this process's own, where they can be (a pinned one stays as it is); the next
@@ -379,20 +394,10 @@ impl Evictor {
     fn bury(&mut self, pager: &Pager, channel: &Channel, state: &mut State) {
         let mut buried = 0;
         while state.staging.free_frames > state.staging.low_frames() && state.estimate_pages() > state.limit_pages {
-            let Some((frame, frames)) = state.staging.take_free(GROUP) else { break };
-            if self.morgue_used + frames * PAGE > MORGUE_BYTES {
-                self.empty_morgue(pager);
+            match self.bury_some(pager, channel, state) {
+                0 => break,
+                pages => buried += pages,
             }
-            let target = pager.morgue_start + self.morgue_used;
-            let (moved, error) = channel.quiet.move_pages(target, state.staging.address(frame), frames * PAGE);
-            let moved = moved / PAGE;
-            state.staging.emptied(frame, moved);
-            self.morgue_used += moved * PAGE;
-            buried += moved as u64;
-            if error.is_some() && moved == 0 {
-                break;
-            }
-            drop_pages(state, moved as u64);
         }
         if buried == 0 {
             // Not even one frame moves: take the estimate back to what a look will say, rather than try for ever.
@@ -400,6 +405,21 @@ impl Evictor {
             state.resident_pages = state.resident_pages.min(state.limit_pages);
         }
         self.empty_morgue(pager);
+    }
+
+    /// Moves one run of garbage frames to the morgue; returns how many pages.
+    fn bury_some(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> u64 {
+        let Some((frame, frames)) = state.staging.take_free(GROUP) else { return 0 };
+        if self.morgue_used + frames * PAGE > MORGUE_BYTES {
+            self.empty_morgue(pager);
+        }
+        let target = pager.morgue_start + self.morgue_used;
+        let (moved, _) = channel.quiet.move_pages(target, state.staging.address(frame), frames * PAGE);
+        let moved = moved / PAGE;
+        state.staging.emptied(frame, moved);
+        self.morgue_used += moved * PAGE;
+        drop_pages(state, moved as u64);
+        moved as u64
     }
 
     fn empty_morgue(&mut self, pager: &Pager) {
@@ -529,6 +549,13 @@ impl Evictor {
         self.hand = self.hand.max(end);
         (self.run, self.run_count, self.rest) = (0, 0, 0..0);
     }
+}
+
+/// How a round of eviction ended.
+#[derive(PartialEq, Eq)]
+enum Evicted {
+    Enough,
+    More,
 }
 
 enum Filled {

@@ -29,7 +29,6 @@ const MESSAGES: usize = 16;
 const PENDING: usize = 512;
 /// Faults between two looks at where they come from: a look costs about as much as a fault.
 const FAULTS_BETWEEN_LOOKS: u32 = 32;
-const FAULTS_WITHOUT_WAITING: u32 = 256;
 /// How long the handler waits for the evictor to free a frame before it lets the process grow.
 const WAIT_FOR_FRAME_NS: u64 = 2_000_000;
 
@@ -53,8 +52,6 @@ pub struct Handler {
     cpu: Option<u32>,
     seen_cpu: Option<u32>,
     until_look: u32,
-    /// Faults still to be answered without waiting for the evictor, after a wait that was in vain.
-    impatient: u32,
 }
 
 /// How an attempt to answer went.
@@ -87,7 +84,6 @@ impl Handler {
             cpu: None,
             seen_cpu: None,
             until_look: FAULTS_BETWEEN_LOOKS,
-            impatient: 0,
         })
     }
 
@@ -228,17 +224,10 @@ impl Handler {
         {
             return state;
         }
-        if self.impatient > 0 {
-            self.impatient -= 1;
-            return state;
-        }
         let seen = pager.progress.load(Acquire);
         drop(state);
         pager.ring();
         lock::wait(&pager.progress, seen, Some(WAIT_FOR_FRAME_NS));
-        if pager.progress.load(Acquire) == seen {
-            self.impatient = FAULTS_WITHOUT_WAITING;
-        }
         pager.state.lock()
     }
 
