@@ -2,9 +2,10 @@
  * A program's own crash handler walks its memory, evicted as it may be, and writes a report.
  *
  *   handler  SIGSEGV on an alternative stack; the handler verifies everything and ends with 7
- *   helper   the handler forks a helper, which reads the crashed process through /proc/PID/mem while it waits
+ *   helper   the handler forks a helper, which reads the crashed process by process_vm_readv while it waits
  */
 #include "trap.h"
+#include <sys/uio.h>
 
 static struct area area;
 static bool with_helper;
@@ -16,12 +17,10 @@ static void on_crash(int signal, siginfo_t *info, void *context)
 	if (with_helper) {
 		pid_t crashed = getpid(), child = fork();
 		if (child == 0) {
-			char path[64];
-			snprintf(path, sizeof(path), "/proc/%d/mem", crashed);
-			int mem = open(path, O_RDONLY);
 			unsigned char page[PAGE];
 			for (size_t i = 0; i < area.pages; i += 3) {
-				MUST(pread(mem, page, PAGE, (off_t)(uintptr_t)(area.at + i * PAGE)) == (ssize_t)PAGE);
+				struct iovec local = {page, PAGE}, remote = {area.at + i * PAGE, PAGE};
+				MUST(process_vm_readv(crashed, &local, 1, &remote, 1, 0) == (ssize_t)PAGE);
 				page_check(page, area.tag, i, 1);
 			}
 			_exit(0);

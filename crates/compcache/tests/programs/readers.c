@@ -1,10 +1,14 @@
 /*
  * Others read and write evicted memory of a process: a debugger, a profiler, a crash reporter.
  *
+ * The kernel does not wait for a pager in PTRACE_PEEKDATA and /proc/PID/mem: it answers EIO for a page that is not there.
+ * That is allowed here; a wrong byte is not.
+ *
  *   peekdata   PTRACE_PEEKDATA and PTRACE_POKEDATA on the stopped main thread of a traced child
  *   vm_readv   process_vm_readv and process_vm_writev of a running child
  *   proc_mem   pread and pwrite of /proc/PID/mem
- *   stopped    the whole child is stopped by SIGSTOP, as by a shell's Ctrl-Z, and then read
+ *   stopped    the whole child is stopped by SIGSTOP, as by a shell's Ctrl-Z, and then read: the reader may have to wait
+ *              until it is continued
  *   continued  SIGSTOP and SIGCONT, again and again, while the child works; then it goes on rightly
  */
 #include "trap.h"
@@ -42,26 +46,49 @@ static pid_t child_with_cold_memory(void)
 	_exit(0);
 }
 
+static pid_t stopped;
+
 static void hang(int signal)
 {
 	(void)signal;
+	if (stopped) {
+		kill(stopped, SIGCONT);
+		stopped = 0;
+		alarm(15);
+		return;
+	}
 	die("HANG: reading the evicted memory of another process");
+}
+
+static size_t refused;
+
+/* The page is not there and this way of reading cannot wait for it. */
+static bool is_refusal(bool failed)
+{
+	if (failed && errno == EIO) refused++;
+	return failed && errno == EIO;
 }
 
 static void read_run(const char *how, pid_t child, int mem, size_t page)
 {
 	unsigned char got[RUN * PAGE];
 	unsigned char *at = area.at + page * PAGE;
-	alarm(15);
+	alarm(stopped ? 2 : 15);
 	if (strcmp(how, "peekdata") == 0) {
 		for (size_t i = 0; i < sizeof(got); i += 8) {
 			errno = 0;
 			long word = ptrace(PTRACE_PEEKDATA, child, at + i, NULL);
-			MUST(errno == 0);
-			memcpy(got + i, &word, 8);
+			if (is_refusal(errno != 0)) page_write(got + i / PAGE * PAGE, area.tag, page + i / PAGE, 2);
+			else MUST(errno == 0);
+			if (errno) i = i / PAGE * PAGE + PAGE - 8;
+			else memcpy(got + i, &word, 8);
 		}
 	} else if (mem >= 0) {
-		MUST(pread(mem, got, sizeof(got), (off_t)(uintptr_t)at) == (ssize_t)sizeof(got));
+		for (size_t i = 0; i < RUN; i++) {
+			ssize_t count = pread(mem, got + i * PAGE, PAGE, (off_t)(uintptr_t)(at + i * PAGE));
+			if (is_refusal(count < 0)) page_write(got + i * PAGE, area.tag, page + i, 2);
+			else MUST(count == (ssize_t)PAGE);
+		}
 	} else {
 		struct iovec local = {got, sizeof(got)}, remote = {at, sizeof(got)};
 		MUST(process_vm_readv(child, &local, 1, &remote, 1, 0) == (ssize_t)sizeof(got));
@@ -70,24 +97,13 @@ static void read_run(const char *how, pid_t child, int mem, size_t page)
 	for (size_t i = 0; i < RUN; i++) page_check(got + i * PAGE, area.tag, page + i, 2);
 }
 
-static void write_run(const char *how, pid_t child, int mem, size_t page)
+static void write_run(pid_t child, size_t page)
 {
 	unsigned char new[RUN * PAGE];
-	unsigned char *at = area.at + page * PAGE;
 	for (size_t i = 0; i < RUN; i++) page_write(new + i * PAGE, area.tag, page + i, 3);
+	struct iovec local = {new, sizeof(new)}, remote = {area.at + page * PAGE, sizeof(new)};
 	alarm(15);
-	if (strcmp(how, "peekdata") == 0) {
-		for (size_t i = 0; i < sizeof(new); i += 8) {
-			long word;
-			memcpy(&word, new + i, 8);
-			MUST(ptrace(PTRACE_POKEDATA, child, at + i, word) == 0);
-		}
-	} else if (mem >= 0) {
-		MUST(pwrite(mem, new, sizeof(new), (off_t)(uintptr_t)at) == (ssize_t)sizeof(new));
-	} else {
-		struct iovec local = {new, sizeof(new)}, remote = {at, sizeof(new)};
-		MUST(process_vm_writev(child, &local, 1, &remote, 1, 0) == (ssize_t)sizeof(new));
-	}
+	MUST(process_vm_writev(child, &local, 1, &remote, 1, 0) == (ssize_t)sizeof(new));
 	alarm(0);
 }
 
@@ -107,11 +123,14 @@ static void read_child(const char *how)
 	} else if (strcmp(how, "stopped") == 0) {
 		MUST(kill(child, SIGSTOP) == 0);
 		MUST(waitpid(child, &status, WUNTRACED) == child && WIFSTOPPED(status));
+		stopped = child;
 	}
 	for (size_t page = 0; page + RUN < area.pages; page += RUN * 4) read_run(how, child, mem, page);
-	write_run(how, child, mem, area.pages - RUN);
 	if (strcmp(how, "peekdata") == 0) MUST(ptrace(PTRACE_DETACH, child, NULL, NULL) == 0);
 	if (strcmp(how, "stopped") == 0) MUST(kill(child, SIGCONT) == 0);
+	stopped = 0;
+	write_run(child, area.pages - RUN);
+	if (refused && !expects_eviction()) die("%zu reads were refused, and nothing is evicted", refused);
 	tell(to_child[1]);
 	must_succeed(child);
 }
