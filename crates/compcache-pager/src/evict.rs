@@ -46,6 +46,8 @@ const SCAN_BYTES: usize = 16 << 20;
 const RUNS_MAX: usize = 128;
 const SHARED_MAX: usize = 64;
 /// Groups moved out or compressed before the process is measured again: about two milliseconds.
+/// Garbage frames given back with one call.
+const BURIED_AT_ONCE: usize = 128;
 const STEPS_BETWEEN_LOOKS: u32 = 64;
 const UNSHARE_TRIES: u32 = 64;
 /// After this time a page that was announced to be dropped and is still there was not dropped (MADV_FREE).
@@ -314,7 +316,7 @@ impl Evictor {
     /// Evicts until the process is within its limit and the handler has frames, nothing more can be evicted, or it is
     /// time for another look: the pool grows while pages leave, and so the limit moves.
     fn evict(&mut self, pager: &Pager, channel: &Channel) -> Evicted {
-        let (mut fruitless, mut unshared) = (0, 0);
+        let (mut fruitless, mut unshared, mut evicting) = (0, 0, false);
         for _ in 0..STEPS_BETWEEN_LOOKS {
             fork::serve(pager);
             pager.turn.let_go_first();
@@ -322,11 +324,10 @@ impl Evictor {
             if pager.frozen.load(Acquire) {
                 return Evicted::Enough;
             }
-            let estimate = state.estimate_pages();
-            let over = estimate > state.limit_pages;
-            let at_limit = estimate + (state.staging.groups_max * GROUP) as u64 >= state.limit_pages;
-            let short = at_limit && state.staging.free_frames < state.staging.high_frames();
-            if !over && !short {
+            // Begins when half of the reserve is used, ends when it is whole again.
+            let kept = if evicting { state.reserve_pages() } else { state.reserve_pages() / 2 };
+            evicting = state.estimate_pages() + kept > state.limit_pages;
+            if !evicting {
                 return Evicted::Enough;
             }
             if fruitless > 2 {
@@ -334,16 +335,13 @@ impl Evictor {
                 pager.tell_progress();
                 return Evicted::Enough;
             }
-            if over && state.staging.free_frames > state.staging.low_frames() {
+            if state.staging.free_frames >= BURIED_AT_ONCE {
                 self.bury(pager, channel, &mut state);
                 continue;
             }
             if state.staging.staged.len() > state.staging.held_groups() || state.staging.empty.is_empty() {
                 if !self.compress_oldest(pager, state) {
-                    // No group is empty or staged: the garbage frames lie scattered. One group is cleared of them.
-                    let mut state = pager.state.lock();
-                    let _ = self.bury_some(pager, channel, &mut state);
-                    self.empty_morgue(pager);
+                    self.bury(pager, channel, &mut pager.state.lock());
                 }
                 continue;
             }
@@ -390,10 +388,10 @@ impl Evictor {
         count > 0
     }
 
-    /// Gives garbage frames back to the system.
+    /// Gives all garbage frames back to the system.
     fn bury(&mut self, pager: &Pager, channel: &Channel, state: &mut State) {
         let mut buried = 0;
-        while state.staging.free_frames > state.staging.low_frames() && state.estimate_pages() > state.limit_pages {
+        while state.staging.free_frames > 0 {
             match self.bury_some(pager, channel, state) {
                 0 => break,
                 pages => buried += pages,

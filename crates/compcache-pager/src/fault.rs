@@ -13,7 +13,6 @@ use crate::lock::{self, Guard};
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State, boxed_zeroed, clock_ns};
 use crate::shared::Trouble;
-use crate::staging::GROUP;
 use crate::streams::{Streams, Window};
 use crate::sys::{self, Errno};
 use crate::table::{HEAT_MAX, Phase, Word};
@@ -112,8 +111,7 @@ impl Handler {
                 answered += 1;
                 self.follow(fault.thread);
             }
-            let low =
-                state.staging.free_frames < state.staging.low_frames() && state.estimate_pages() >= state.limit_pages;
+            let low = state.estimate_pages() + state.reserve_pages() / 2 > state.limit_pages;
             drop(state);
             if answered > 0
                 && let Some(slot) = pager.slot()
@@ -183,7 +181,7 @@ impl Handler {
         mut state: Guard<'a, Box<State>>,
         fault: Fault,
     ) -> Guard<'a, Box<State>> {
-        if state.staging.free_frames < GROUP && state.estimate_pages() >= state.limit_pages {
+        if state.estimate_pages() > state.limit_pages + state.limit_pages / 32 {
             state = self.help(pager, state);
         }
         loop {
@@ -209,8 +207,8 @@ impl Handler {
         state
     }
 
-    /// Frames are short: compresses what is staged, as the evictor does on the other processor. With nothing staged and
-    /// the process well above its limit, whoever faults waits for the evictor.
+    /// The process is above its limit: compresses what is staged, as the evictor does on the other processor. With nothing
+    /// staged, whoever faults waits for the evictor, unless that has found nothing to evict.
     fn help<'a>(&mut self, pager: &'a Pager, mut state: Guard<'a, Box<State>>) -> Guard<'a, Box<State>> {
         if pager.frozen.load(Acquire) {
             return state;
@@ -218,10 +216,7 @@ impl Handler {
         if let Some(group) = state.staging.staged.pop() {
             return crate::evict::compress_group(pager, state, &mut self.worker, group);
         }
-        if state.staging.free_frames > 0
-            || pager.exhausted.load(Acquire)
-            || state.estimate_pages() < state.limit_pages + state.limit_pages / 32
-        {
+        if pager.exhausted.load(Acquire) {
             return state;
         }
         let seen = pager.progress.load(Acquire);
@@ -320,47 +315,11 @@ impl Handler {
         run: &Run,
         asked: bool,
     ) -> Result<usize, Errno> {
-        let room = state.limit_pages.saturating_sub(state.estimate_pages()) as usize;
-        if let Some((frame, frames)) = state.staging.take_free(run.pages.min(BATCH)) {
-            return self.load_into_frames(pager, channel, state, run, frame, frames);
-        }
-        let pages = if asked { run.pages.min(BATCH).min(room.max(1)) } else { run.pages.min(BATCH).min(room) };
+        // What nobody asked for must not push out what somebody uses.
+        let room = (state.limit_pages + state.limit_pages / 32).saturating_sub(state.estimate_pages()) as usize;
+        let most = if asked { room.max(1) } else { room };
+        let pages = run.pages.min(BATCH).min(most);
         if pages == 0 { Ok(0) } else { self.load_by_copy(pager, channel, state, run, pages) }
-    }
-
-    fn load_into_frames(
-        &mut self,
-        pager: &Pager,
-        channel: &Channel,
-        state: &mut State,
-        run: &Run,
-        frame: u32,
-        frames: usize,
-    ) -> Result<usize, Errno> {
-        let first = run.first_of(frames);
-        for place in 0..frames {
-            let target = state.staging.address(frame + place as u32) as *mut Page;
-            // SAFETY: the frame is garbage of ours, present, and off the lists until `emptied`.
-            let target = unsafe { &mut *target };
-            let page = first + place as u64;
-            if !self.read(pager, channel, page, target) {
-                state.staging.emptied(frame, 0);
-                return Self::lost(state, run, page);
-            }
-        }
-        let (address, source) = (first as usize * PAGE, state.staging.address(frame));
-        let (moved, error) = channel.uffd.move_pages(address, source, frames * PAGE);
-        let moved = moved / PAGE;
-        state.staging.emptied(frame, moved);
-        self.loaded(pager, state, run, first, moved);
-        match error {
-            None => Ok(frames),
-            // The range is not quite as staging's (read-only, locked): a copy does not mind.
-            Some(errno) if moved == 0 && errno != Errno::EAGAIN && errno != Errno::EEXIST => {
-                self.load_by_copy(pager, channel, state, run, 1)
-            }
-            Some(errno) => self.loaded_in_part(pager, channel, state, run, first, moved, errno),
-        }
     }
 
     fn load_by_copy(
@@ -459,24 +418,10 @@ impl Handler {
     fn first_touch(&mut self, channel: &Channel, state: &mut State, page: u64) -> Answer {
         let window = self.streams.fault(page);
         let pages = self.untouched_run(state, page, &window);
-        let frames = state.staging.take_free(pages);
-        let (filled, error) = match frames {
-            Some((frame, frames)) => {
-                let source = state.staging.address(frame);
-                // SAFETY: garbage frames of ours, present, off the lists until `emptied`.
-                unsafe { core::ptr::write_bytes(source as *mut u8, 0, frames * PAGE) };
-                let (moved, error) = channel.uffd.move_pages(page as usize * PAGE, source, frames * PAGE);
-                state.staging.emptied(frame, moved / PAGE);
-                (moved, error)
-            }
-            None => {
-                // SAFETY: the zeroes are ours and present.
-                let (copied, error) =
-                    unsafe { channel.uffd.copy(page as usize * PAGE, self.zeroes.as_ptr().cast(), pages * PAGE) };
-                state.grown_pages += (copied / PAGE) as u64;
-                (copied, error)
-            }
-        };
+        // SAFETY: the zeroes are ours and present.
+        let (filled, error) =
+            unsafe { channel.uffd.copy(page as usize * PAGE, self.zeroes.as_ptr().cast(), pages * PAGE) };
+        state.grown_pages += (filled / PAGE) as u64;
         self.streams.brought((filled / PAGE) as u32);
         for touched in page..page + (filled / PAGE) as u64 {
             if state.table.get(touched) != Word::UNKNOWN {

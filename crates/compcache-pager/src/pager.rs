@@ -357,6 +357,11 @@ impl State {
         Ok(state)
     }
 
+    /// Room kept below the limit for pages that come back while others are still on their way out, pages.
+    pub fn reserve_pages(&self) -> u64 {
+        (self.staging.groups_max * GROUP) as u64 / 2
+    }
+
     /// The best guess at what the process holds now, pages.
     pub fn estimate_pages(&self) -> u64 {
         self.resident_pages + self.grown_pages

@@ -154,16 +154,6 @@ impl Staging {
         self.groups[frame as usize / GROUP].pages[frame as usize % GROUP] = page;
     }
 
-    /// Below this many garbage frames the evictor is asked for more.
-    pub fn low_frames(&self) -> usize {
-        self.groups_max * GROUP / 4
-    }
-
-    /// As many garbage frames are made when it is asked.
-    pub fn high_frames(&self) -> usize {
-        self.groups_max * GROUP / 2
-    }
-
     /// Groups that stay staged for a second chance.
     pub fn held_groups(&self) -> usize {
         self.groups_max / 4
