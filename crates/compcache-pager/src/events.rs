@@ -14,7 +14,11 @@ pub fn apply(pager: &Pager, channel: &Channel, state: &mut State, event: Message
             forget_contents(pager, state, start..end);
             distrust_present(channel, state, start..end);
         }
-        Message::Unmap { start, end } => forget_range(pager, state, start..end),
+        Message::Unmap { start, end } => {
+            if !state.moved_away.take(start..end) {
+                forget_range(pager, state, start..end);
+            }
+        }
         Message::Remap { from, to, len } => move_range(pager, state, from, to, len),
         Message::Fault { .. } | Message::Fork { .. } => {}
     }
@@ -27,13 +31,50 @@ pub fn forget_range(pager: &Pager, state: &mut State, range: Range<usize>) {
     state.generation += 1;
 }
 
-/// A range has another address now, with its registration. Where it was may still be mapped and registered
-/// (MREMAP_DONTUNMAP); if not, an event of its own says so.
+/// A range has another address now, with its registration.
+///
+/// Where it was is unmapped by the same call, which says so in an event of its own, later: by then another thread may have
+/// moved something to that place. So that event is remembered, and not obeyed when it comes. Where nothing was unmapped
+/// (MREMAP_DONTUNMAP) the place is registered anew when it is next found in the map.
 pub fn move_range(pager: &Pager, state: &mut State, from: usize, to: usize, len: usize) {
     forget_contents(pager, state, to..to + len);
     move_words(pager, state, from, to, len);
+    state.regions.remove(from..from + len);
     state.regions.add(to..to + len);
+    state.moved_away.expect(from..from + len);
     state.generation += 1;
+}
+
+/// Ranges that were moved away and whose unmapping has yet to be announced.
+pub struct MovedAway {
+    ranges: [(usize, usize); EXPECTED],
+    len: usize,
+}
+
+const EXPECTED: usize = 64;
+
+impl MovedAway {
+    fn expect(&mut self, range: Range<usize>) {
+        if self.len < EXPECTED {
+            self.ranges[self.len] = (range.start, range.end);
+            self.len += 1;
+        }
+    }
+
+    /// Whether this unmapping was expected; it is not any more.
+    fn take(&mut self, range: Range<usize>) -> bool {
+        let found = self.ranges[..self.len].iter().position(|&expected| expected == (range.start, range.end));
+        if let Some(place) = found {
+            self.len -= 1;
+            self.ranges[place] = self.ranges[self.len];
+        }
+        found.is_some()
+    }
+
+    /// Nothing is pending: the kernel has just allowed a move or a copy.
+    pub fn nothing_pending(&mut self) {
+        self.len = 0;
+    }
 }
 
 /// Drops what is kept of a range: stored copies at once; staged frames become garbage when their group's turn comes.

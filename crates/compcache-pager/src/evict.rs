@@ -227,9 +227,8 @@ impl Evictor {
         let limit_bytes = state.limit_pages as usize * PAGE;
         let groups = (limit_bytes / (GROUP * PAGE) / 20).clamp(24, GROUPS_MAX);
         state.staging.reset(pager.staging_start, groups);
-        if channel.uffd.register(pager.staging_start, GROUPS_MAX * GROUP * PAGE).is_err()
-            || pager.start_handler().is_err()
-        {
+        let staging = pager.staging_start..pager.staging_start + GROUPS_MAX * GROUP * PAGE;
+        if !register_patiently(channel, staging) || pager.start_handler().is_err() {
             pager.region.note_trouble(crate::shared::Trouble::NoThread, 0);
             return false;
         }
@@ -453,6 +452,9 @@ impl Evictor {
             let (moved, error) = channel.uffd.move_pages(state.staging.address(frame), cold.start, pages * PAGE);
             let moved = moved / PAGE;
             note_staged(pager, state, cold.start, frame, moved);
+            if moved > 0 {
+                state.moved_away.nothing_pending();
+            }
             filled += moved;
             match error {
                 None => {}

@@ -344,6 +344,9 @@ impl Handler {
             unsafe { channel.uffd.copy(first as usize * PAGE, self.pages.as_ptr().cast(), pages * PAGE) };
         let copied = copied / PAGE;
         state.grown_pages += copied as u64;
+        if copied > 0 {
+            state.moved_away.nothing_pending();
+        }
         self.loaded(pager, state, run, first, copied);
         match error {
             None => Ok(pages),
@@ -422,6 +425,9 @@ impl Handler {
         let (filled, error) =
             unsafe { channel.uffd.copy(page as usize * PAGE, self.zeroes.as_ptr().cast(), pages * PAGE) };
         state.grown_pages += (filled / PAGE) as u64;
+        if filled > 0 {
+            state.moved_away.nothing_pending();
+        }
         self.streams.brought((filled / PAGE) as u32);
         for touched in page..page + (filled / PAGE) as u64 {
             if state.table.get(touched) != Word::UNKNOWN {

@@ -302,9 +302,8 @@ pub fn recovered(pager: &Pager, worker: &mut Worker, paged: bool) {
 /// Writes every stored page back to its place: the process goes on unpaged. Nothing is registered.
 fn restore_all(pager: &Pager, worker: &mut Worker) {
     let flags = OFlags::WRONLY | OFlags::CLOEXEC;
-    let Ok(memory) = rustix::fs::open(c"/proc/self/mem", flags, Mode::empty()) else {
-        process::die(pager, Trouble::LostPage);
-    };
+    // Writes to read-only ranges too, but a process that has changed its user may not open it.
+    let memory = rustix::fs::open(c"/proc/self/mem", flags, Mode::empty()).ok();
     let mut contents: Page = [0; PAGE];
     let mut state = pager.state.lock();
     events::for_each_known(&mut state, ALL_PAGES, |state, page, word| {
@@ -313,8 +312,14 @@ fn restore_all(pager: &Pager, worker: &mut Worker) {
                 Ok(Read::Done) => {}
                 _ => process::die(pager, Trouble::LostPage),
             }
-            // An address that is mapped no more takes nothing.
-            let _ = rustix::io::pwrite(&memory, &contents, page * PAGE as u64);
+            let address = page as usize * PAGE;
+            let written = crate::sys::write_own_memory(address, &contents)
+                || memory
+                    .as_ref()
+                    .is_some_and(|memory| rustix::io::pwrite(memory, &contents, address as u64) == Ok(PAGE));
+            if !written && state.regions.containing(address).is_some() {
+                process::die(pager, Trouble::LostPage);
+            }
             let _ = pager.pool.discard(PageIndex(page));
         }
         state.table.update(page, Word::UNKNOWN);

@@ -20,6 +20,7 @@
 //! What is *not* here: policy for several processes (`shared`), what a page's word means (`table`), copies of the
 //! process (`fork`).
 
+use crate::events::MovedAway;
 use crate::evict::Evictor;
 use crate::fault::Handler;
 use crate::fork::{self, ForkLog, ForkTurn};
@@ -71,6 +72,8 @@ pub struct State {
     pub(crate) fork_log: ForkLog,
     /// Seconds since some start, for ageing `Dropped` words.
     pub(crate) now_s: u32,
+    /// Unmappings still to be announced.
+    pub(crate) moved_away: MovedAway,
     /// Groups being compressed now, outside the lock.
     pub(crate) compressing: u32,
     /// For looking at what is present while an event is applied.

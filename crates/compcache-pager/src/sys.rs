@@ -29,6 +29,7 @@ const SYS_CAPSET: usize = 126;
 const SYS_FUTEX: usize = 202;
 const SYS_SCHED_SETAFFINITY: usize = 203;
 const SYS_SET_ROBUST_LIST: usize = 273;
+const SYS_PROCESS_VM_WRITEV: usize = 311;
 const SYS_SCHED_SETATTR: usize = 314;
 const SYS_CLOSE_RANGE: usize = 436;
 
@@ -73,6 +74,17 @@ pub fn write_nothing(address: usize) {
     // SAFETY: both words are aligned; the kernel changes no bit of either. Waking a waiter on the program's word, should
     // there be one, is what a futex's users must expect at any time.
     let _ = unsafe { call6(SYS_FUTEX, [own.as_ptr() as usize, FUTEX_WAKE_OP_PRIVATE, 0, 0, address, OR_NOTHING]) };
+}
+
+/// Writes to an address of this process that may not be there. False when it is not, or is read-only.
+pub fn write_own_memory(address: usize, bytes: &[u8]) -> bool {
+    let local = [bytes.as_ptr() as usize, bytes.len()];
+    let remote = [address, bytes.len()];
+    let process = rustix::process::getpid().as_raw_nonzero().get() as usize;
+    // SAFETY: process_vm_writev with one vector on each side; the caller decides what lies at the address.
+    let written =
+        unsafe { call6(SYS_PROCESS_VM_WRITEV, [process, local.as_ptr() as usize, 1, remote.as_ptr() as usize, 1, 0]) };
+    written == Ok(bytes.len())
 }
 
 /// `ioctl(fd, request, argument)`.
