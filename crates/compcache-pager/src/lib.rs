@@ -1,21 +1,57 @@
-//! pager
+//! A process's cold pages in a pool: the pager behind `compcache run`.
+//!
+//! A program that needs more memory than it may have is given a pager inside its own address space. Cold pages are moved
+//! out with userfaultfd, compressed into a [`compcache_store::Pool`], and brought back when they are touched.
+//!
+//! | module     | what it does                                                              |
+//! |------------|---------------------------------------------------------------------------|
+//! | `pager`    | what the two threads share, and how they start                            |
+//! | `evict`    | the evictor: limit, hand, staging, compressing                            |
+//! | `fault`    | the handler: faults and events                                            |
+//! | `events`   | munmap, mremap, madvise, applied to what is kept                          |
+//! | `fork`     | copies of the process                                                     |
+//! | `streams`  | read-ahead                                                                |
+//! | `table`, `staging`, `regions` | what is known of pages, frames and ranges; no system calls |
+//! | `maps`, `scan`, `process`, `uffd`, `sys`, `memory`, `lock` | the kernel's interfaces, without libc |
+//! | `shared`   | the budget of a whole tree of processes                                   |
+//!
+//! The threads run inside programs nothing is known of, and may touch nothing that could be evicted: hence no `std`, no
+//! libc, no thread-local storage. Why no wrong byte is returned: docs/design/pager.md.
+//!
+//! Lock order: fork turn, state, channel, then the store's.
+
 #![cfg_attr(not(test), no_std)]
+#![deny(unsafe_code)]
+#![allow(rustdoc::private_intra_doc_links, reason = "these pages are for those who read the code as well")]
+
 extern crate alloc;
+
 mod events;
+#[allow(unsafe_code, reason = "reads frames of staging; gives the morgue's memory back")]
 mod evict;
+#[allow(unsafe_code, reason = "names the memory the kernel copies from")]
 mod fault;
+#[allow(unsafe_code, reason = "frees locks of threads that a copy does not have")]
 pub mod fork;
+#[allow(unsafe_code, reason = "is a lock")]
 mod lock;
 mod maps;
+#[allow(unsafe_code, reason = "maps memory, and is an allocator")]
 pub mod memory;
+#[allow(unsafe_code, reason = "shares memory between threads unknown to the language")]
 pub mod pager;
 mod process;
-pub use process::abort;
 mod regions;
+#[allow(unsafe_code, reason = "the kernel writes results into its buffers")]
 mod scan;
 pub mod shared;
 mod staging;
 mod streams;
+#[allow(unsafe_code, reason = "makes system calls")]
 mod sys;
+#[allow(unsafe_code, reason = "keeps its nodes in mapped memory")]
 mod table;
+#[allow(unsafe_code, reason = "makes system calls")]
 mod uffd;
+
+pub use process::abort;

@@ -133,6 +133,7 @@ mod tests {
     }
 
     #[test]
+    #[allow(unsafe_code, reason = "asks the kernel to wipe a range in copies")]
     fn a_range_that_copies_find_empty_is_told_apart() {
         use rustix::fs::{Mode, OFlags};
         let wiped = crate::memory::map(16 * 4096).unwrap();
