@@ -150,7 +150,7 @@ impl Evictor {
     }
 
     fn open(&mut self, pager: &Pager) -> Option<Channel> {
-        let (maps, statm) = (process::open(c"/proc/self/maps"), process::open(c"/proc/self/statm"));
+        let (maps, statm) = (process::open(c"/proc/thread-self/maps"), process::open(c"/proc/self/statm"));
         let (Some(maps), Some(statm)) = (maps, statm) else {
             pager.region.note_trouble(crate::shared::Trouble::NoProc, 0);
             return None;
@@ -253,7 +253,7 @@ impl Evictor {
             return false;
         }
         let mut state = pager.state.lock();
-        if let Some(smaps) = process::open(c"/proc/self/smaps") {
+        if let Some(smaps) = process::open(c"/proc/thread-self/smaps") {
             maps::for_each_wiped(smaps.as_fd(), &mut self.maps, |mapping| {
                 events::forget_contents(pager, &mut state, mapping.start..mapping.end);
             });

@@ -303,7 +303,7 @@ pub fn recovered(pager: &Pager, worker: &mut Worker, paged: bool) {
 fn restore_all(pager: &Pager, worker: &mut Worker) {
     let flags = OFlags::WRONLY | OFlags::CLOEXEC;
     // Writes to read-only ranges too, but a process that has changed its user may not open it.
-    let memory = rustix::fs::open(c"/proc/self/mem", flags, Mode::empty()).ok();
+    let memory = rustix::fs::open(c"/proc/thread-self/mem", flags, Mode::empty()).ok();
     let mut contents: Page = [0; PAGE];
     let mut state = pager.state.lock();
     events::for_each_known(&mut state, ALL_PAGES, |state, page, word| {

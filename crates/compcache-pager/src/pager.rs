@@ -211,7 +211,8 @@ impl Pager {
     /// Takes what is mapped now, before the program's start, off the ranges that may ever be registered.
     fn note_what_is_mapped(&mut self) {
         use rustix::fs::{Mode, OFlags};
-        let Ok(fd) = rustix::fs::open(c"/proc/self/maps", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else {
+        let Ok(fd) = rustix::fs::open(c"/proc/thread-self/maps", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+        else {
             return;
         };
         let never = &mut self.never;
@@ -281,7 +282,7 @@ impl Pager {
         }
         // Frames that are given back cause no events; and nothing is announced before the first range is registered.
         quiet.register(self.morgue_start, MORGUE_BYTES).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
-        let pagemap = process::open(c"/proc/self/pagemap").ok_or((Trouble::NoProc, Errno(0)))?.into_raw_fd();
+        let pagemap = process::open(c"/proc/thread-self/pagemap").ok_or((Trouble::NoProc, Errno(0)))?.into_raw_fd();
         let channel = Channel { pagemap, uffd, quiet };
         *self.channel.lock() = Some(channel);
         Ok(channel)

@@ -16,8 +16,8 @@ use crate::kernel::{self, pagemap_scan, userfaultfd};
 use crate::run;
 use crate::size::Shown;
 
-/// The oldest kernel with a way to move pages out of a program that runs (MREMAP_DONTUNMAP of any mapping).
-const OLDEST_KERNEL: (u32, u32) = (5, 13);
+/// The oldest kernel with a way to move pages out of a program that runs (UFFDIO_MOVE).
+const OLDEST_KERNEL: (u32, u32) = (6, 8);
 
 /// What is known of this machine.
 #[derive(Serialize)]
@@ -132,8 +132,8 @@ fn run_works(
         Err(refused) => return Way { works: false, why: Some(run::explain_refusal(&refused)) },
     };
     let old = kernel::version(kernel).is_some_and(|version| version < OLDEST_KERNEL);
-    let why = if old || !granted.features.events() {
-        Some("the kernel is too old: Linux 5.13 or newer is needed".to_owned())
+    let why = if old || !granted.features.events() || !granted.features.moves() {
+        Some("the kernel is too old: Linux 6.8 or newer is needed (UFFDIO_MOVE)".to_owned())
     } else {
         no_object.map(|error| format!("{error:#}"))
     };
@@ -141,9 +141,6 @@ fn run_works(
         return Way { works: false, why };
     }
     let mut notes = Vec::new();
-    if !granted.features.moves() {
-        notes.push("pages leave by the older, slower way, unsafe with direct I/O: no UFFDIO_MOVE here (Linux 6.8)");
-    }
     if !granted.fork_events {
         notes.push("copies made by a raw clone(2), past the C library, are not seen: that takes CAP_SYS_PTRACE");
     }

@@ -143,9 +143,10 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_move_has_the_older_way_unless_move_is_asked_for() {
+    fn a_kernel_without_move_is_refused_whatever_way_is_asked_for() {
         let (new, old) = (Features(0x1ffff), Features(0xffff));
-        assert_eq!(eviction_way(Evict::Auto, old).unwrap(), EvictionWay::Auto);
+        assert_eq!(eviction_way(Evict::Auto, new).unwrap(), EvictionWay::Auto);
+        assert!(eviction_way(Evict::Auto, old).is_err());
         assert_eq!(eviction_way(Evict::Move, new).unwrap(), EvictionWay::Move);
         assert!(eviction_way(Evict::Move, old).is_err());
         assert!(eviction_way(Evict::Auto, Features(1)).is_err());

@@ -312,6 +312,6 @@ int main(int argc, char **argv)
 		else die("files | sockets | pipes | waiting | paths | memory [DIRECTORY]");
 	}
 	area_check(&kept, 1);
-	if (expects_eviction() && absent < given / 4) die("VACUOUS: of %zu pages given to the kernel %zu were absent", given, absent);
+	if (expects_eviction() && absent < given / 8) die("VACUOUS: of %zu pages given to the kernel %zu were absent", given, absent);
 	return passed();
 }

@@ -189,7 +189,11 @@ static UNUSED void area_fill(const struct area *area, uint64_t generation)
 static UNUSED void area_check(const struct area *area, uint64_t generation)
 {
 	static atomic_bool planted;
-	if (getenv("TRAP_PLANT") && !atomic_exchange(&planted, true)) area->at[area->pages / 2 * PAGE + 1234] ^= 1;
+	if (getenv("TRAP_PLANT") && !atomic_exchange(&planted, true)) {
+		unsigned char *page = area->at + area->pages / 2 * PAGE;
+		mprotect(page, PAGE, PROT_READ | PROT_WRITE);
+		page[1234] ^= 1;
+	}
 	for (size_t page = 0; page < area->pages; page++) page_check(area->at + page * PAGE, area->tag, page, generation);
 }
 

@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use super::{build, compcache, diagnose};
 
 /// A run may take this long, and hangs if it takes longer.
-const PATIENCE: Duration = Duration::from_secs(90);
+const PATIENCE: Duration = Duration::from_secs(240);
 
 /// How the program runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -191,6 +191,16 @@ impl Program {
             None => Stdio::null(),
         };
         let shown = format!("{command:?}");
+        // Whoever started the tests may ignore signals (nohup does); a shell cannot trap what it was born ignoring.
+        // SAFETY: signal(2) is async-signal-safe, and nothing else happens between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2] {
+                    libc::signal(signal, libc::SIG_DFL);
+                }
+                Ok(())
+            });
+        }
         let child = command.stdin(input).stdout(stdout).stderr(stderr).process_group(0).spawn();
         let child = child.unwrap_or_else(|error| panic!("{shown}: {error}"));
         Running {
