@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use super::{build, compcache, diagnose};
 
 /// A run may take this long, and hangs if it takes longer.
-const PATIENCE: Duration = Duration::from_secs(240);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// How the program runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
