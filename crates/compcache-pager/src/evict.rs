@@ -1,4 +1,4 @@
-//! The evictor: keeps the process within its limit, and garbage frames ready for the handler.
+//! The evictor: keeps the process within its limit, with room for pages that come back.
 //!
 //! A hand goes round the registered ranges in order of address. A page it meets that has heat loses one degree and
 //! stays; a cold one is moved out to staging, in runs as long as they come. There it gets a second chance: it is

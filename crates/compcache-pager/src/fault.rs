@@ -5,8 +5,8 @@
 //! *afresh*: the page may have been dropped meanwhile, and what was decompressed before would be a wrong byte.
 //!
 //! How a fault is answered depends on the page's word alone: the table in [`crate::table`]. A page that comes from the
-//! pool is decompressed into a garbage frame of staging, which is then moved to its place; without a garbage frame it
-//! is copied from a buffer into a new one, and the process has grown by a page.
+//! pool is decompressed into a buffer and copied into a new frame: the process has grown by a page, and the evictor makes
+//! up for it.
 
 use crate::fork;
 use crate::lock::{self, Guard};

@@ -1,8 +1,7 @@
-//! Staging: the frames that pages pass through on their way out and in.
+//! Staging: the frames that pages pass through on their way out.
 //!
-//! A page leaves the process by having its frame moved here; it is compressed here; and the same frame, garbage now, is
-//! where a later fault decompresses into and which is then moved to the faulting address. So a pager in balance
-//! allocates nothing, zeroes nothing, frees nothing: frames go round.
+//! A page leaves the process by having its frame moved here, where it is compressed; the frame, garbage then, is given
+//! back to the system with others.
 //!
 //! Frames are kept in groups of 16 neighbouring ones, so that a run of pages moves with one call.
 //!
@@ -11,7 +10,7 @@
 //! | empty     | nothing                        | `empty`       |
 //! | staged    | pages, oldest groups first     | `staged`      |
 //! | compressing | pages being compressed       | no list       |
-//! | free      | garbage, ready to be filled    | `free`        |
+//! | free      | garbage, to be given back      | `free`        |
 //!
 //! No locks here and no system calls: the pager's lock protects it, `evict` and `fault` do the moving.
 

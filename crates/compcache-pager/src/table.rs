@@ -5,7 +5,7 @@
 //! | `Resident`   | the process         | filled with zeroes          | -> `Staged`      |
 //! | `Staged`     | a staging frame     | moved back                  | -> `Compressing` |
 //! | `Compressing`| a staging frame     | copied from the frame       | -> `Stored`      |
-//! | `Stored`     | the pool            | decompressed, moved in      | (none)           |
+//! | `Stored`     | the pool            | decompressed, copied in     | (none)           |
 //! | `Dropped`    | about to be zeroes  | filled with zeroes          | (none)           |
 //!
 //! `Resident` is also what a page is that the pager never saw. A fault on a `Resident` page is a first touch, or one
