@@ -411,7 +411,7 @@ impl Evictor {
             self.empty_morgue(pager);
         }
         let target = pager.morgue_start + self.morgue_used;
-        let (moved, _) = channel.quiet.move_pages(target, state.staging.address(frame), frames * PAGE);
+        let (moved, _) = channel.move_pages(channel.quiet, target, state.staging.address(frame), frames * PAGE);
         let moved = moved / PAGE;
         state.staging.emptied(frame, moved);
         self.morgue_used += moved * PAGE;
@@ -449,7 +449,8 @@ impl Evictor {
             }
             let frame = (group * GROUP + filled) as Frame;
             let pages = (cold.end - cold.start) / PAGE;
-            let (moved, error) = channel.uffd.move_pages(state.staging.address(frame), cold.start, pages * PAGE);
+            let (moved, error) = 
+                channel.move_pages(channel.uffd, state.staging.address(frame), cold.start, pages * PAGE);
             let moved = moved / PAGE;
             note_staged(pager, state, cold.start, frame, moved);
             if moved > 0 {

@@ -239,7 +239,8 @@ impl Handler {
     /// The page was still on its way out: it is hot, and goes back as it is.
     fn second_chance(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64, word: Word) -> Answer {
         let frame = word.payload();
-        let (moved, error) = channel.uffd.move_pages(page as usize * PAGE, state.staging.address(frame), PAGE);
+        let (moved, error) = 
+            channel.move_pages(channel.uffd, page as usize * PAGE, state.staging.address(frame), PAGE);
         match error {
             None => {
                 debug_assert_eq!(moved, PAGE);

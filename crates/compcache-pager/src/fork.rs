@@ -200,7 +200,7 @@ fn unstage_all(pager: &Pager, state: &mut State) -> bool {
 
 fn unstage(pager: &Pager, channel: &Channel, state: &mut State, page: u64, word: Word) -> bool {
     let (address, source) = (page as usize * PAGE, state.staging.address(word.payload()));
-    let (_, error) = channel.uffd.move_pages(address, source, PAGE);
+    let (_, error) = channel.move_pages(channel.uffd, address, source, PAGE);
     if error.is_none() {
         state.staging.forget(word.payload());
     } else {

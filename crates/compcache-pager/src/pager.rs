@@ -28,7 +28,7 @@ use crate::lock::{self, Mutex, Turn};
 use crate::memory::{self, PAGE};
 use crate::process;
 use crate::regions::Ranges;
-use crate::scan::ScanBuffer;
+use crate::scan::{self, ScanBuffer};
 use crate::shared::{ProcessSlot, Region, RunCodec, Trouble};
 use crate::staging::{GROUP, GROUPS_MAX, Staging};
 use crate::sys::{self, Errno, Files, RobustList};
@@ -94,6 +94,28 @@ impl Channel {
     pub fn pagemap(&self) -> BorrowedFd<'_> {
         // SAFETY: opened with the channel, and never closed while a thread of the pager lives.
         unsafe { BorrowedFd::borrow_raw(self.pagemap) }
+    }
+
+    /// [`Uffd::move_pages`] to addresses where nothing is, on either descriptor, with the count put right.
+    ///
+    /// Linux 6.18 can move a page and then say EEXIST, or stop short before a page that it has moved: interrupted at the
+    /// wrong instant it tries again what it has already done (docs/decisions/0004). The page tables tell: a page that
+    /// has left its place and is at its target was moved.
+    pub(crate) fn move_pages(&self, uffd: Uffd, dst: usize, src: usize, len: usize) -> (usize, Option<Errno>) {
+        let mut done = 0;
+        loop {
+            let (moved, error) = uffd.move_pages(dst + done, src + done, len - done);
+            done += moved;
+            let Some(errno) = error else { return (len, None) };
+            let stopped_short = errno == Errno::EEXIST || errno == Errno::EAGAIN && moved > 0;
+            if !stopped_short || !scan::has_moved(self.pagemap(), dst + done, src + done) {
+                return (done, error);
+            }
+            done += PAGE;
+            if done == len {
+                return (len, None);
+            }
+        }
     }
 }
 

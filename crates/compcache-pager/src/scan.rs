@@ -98,6 +98,16 @@ impl ScanBuffer {
     }
 }
 
+/// Whether there is a page at `dst` and none at `src`.
+pub fn has_moved(pagemap: BorrowedFd<'_>, dst: usize, src: usize) -> bool {
+    let is_present = |address: usize| {
+        let mut word = [0; 8];
+        let read = rustix::io::pread(pagemap, &mut word, (address / PAGE * 8) as u64);
+        (read == Ok(8)).then(|| u64::from_ne_bytes(word) >> 63 == 1)
+    };
+    is_present(dst) == Some(true) && is_present(src) == Some(false)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
