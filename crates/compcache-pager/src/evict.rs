@@ -17,7 +17,7 @@ use crate::fork;
 use crate::lock::{self, Guard};
 use crate::maps::{self, MapsBuffer};
 use crate::memory::PAGE;
-use crate::pager::{Channel, MORGUE_BYTES, Pager, REGIONS_MAX, State, boxed_zeroed, clock_ns};
+use crate::pager::{Channel, Pager, REGIONS_MAX, State, boxed_zeroed, clock_ns};
 use crate::process;
 use crate::regions::Ranges;
 use crate::scan::ScanBuffer;
@@ -26,7 +26,7 @@ use crate::staging::{Frame, GROUP, GROUPS_MAX};
 use crate::sys::{self, Errno};
 use crate::table::{HEAT_MAX, Phase, Word};
 use alloc::boxed::Box;
-use compcache_store::{PageIndex, Worker, Written};
+use compcache_store::{PageIndex, Worker};
 use core::ffi::c_void;
 use core::ops::Range;
 use core::sync::atomic::Ordering::*;
@@ -46,9 +46,9 @@ const SCAN_BYTES: usize = 16 << 20;
 const RUNS_MAX: usize = 128;
 const SHARED_MAX: usize = 64;
 /// Groups moved out or compressed before the process is measured again: about two milliseconds.
+const STEPS_BETWEEN_LOOKS: u32 = 64;
 /// Garbage frames given back with one call.
 const BURIED_AT_ONCE: usize = 128;
-const STEPS_BETWEEN_LOOKS: u32 = 64;
 const UNSHARE_TRIES: u32 = 64;
 /// After this time a page that was announced to be dropped and is still there was not dropped (MADV_FREE).
 const DROPPED_FOR_S: u32 = 10;
@@ -71,7 +71,6 @@ pub struct Evictor {
     shared: [usize; SHARED_MAX],
     shared_count: usize,
     files: Option<Files>,
-    morgue_used: usize,
     looked_at_ns: u64,
     cpu_ns: u64,
     /// Set in a copy of a process that was paged: it must be again before its fork returns.
@@ -110,7 +109,6 @@ impl Evictor {
             shared: [0; SHARED_MAX],
             shared_count: 0,
             files: None,
-            morgue_used: 0,
             looked_at_ns: 0,
             cpu_ns: 0,
             recover: false,
@@ -121,7 +119,6 @@ impl Evictor {
     pub fn reset(&mut self) {
         core::mem::forget(self.files.take());
         (self.run, self.run_count, self.rest) = (0, 0, 0..0);
-        self.morgue_used = 0;
         self.cpu_ns = 0;
     }
 
@@ -335,12 +332,12 @@ impl Evictor {
                 return Evicted::Enough;
             }
             if state.staging.free_frames >= BURIED_AT_ONCE {
-                self.bury(pager, channel, &mut state);
+                self.bury(pager, channel, state);
                 continue;
             }
             if state.staging.staged.len() > state.staging.held_groups() || state.staging.empty.is_empty() {
                 if !self.compress_oldest(pager, state) {
-                    self.bury(pager, channel, &mut pager.state.lock());
+                    self.bury(pager, channel, pager.state.lock());
                 }
                 continue;
             }
@@ -387,49 +384,48 @@ impl Evictor {
         count > 0
     }
 
-    /// Gives all garbage frames back to the system.
-    fn bury(&mut self, pager: &Pager, channel: &Channel, state: &mut State) {
+    /// Gives garbage frames back to the system: moves them to the morgue and drops them there, without the lock.
+    fn bury(&mut self, pager: &Pager, channel: &Channel, mut state: Guard<'_, Box<State>>) {
+        let mut groups = [0; BURIED_AT_ONCE / GROUP];
+        let count = state.staging.take_garbage(&mut groups);
+        let groups = &groups[..count];
+        let mut left = [0u16; BURIED_AT_ONCE / GROUP];
+        for (left, &group) in left.iter_mut().zip(groups) {
+            *left = state.staging.groups[group].present;
+        }
+        let frames_start = state.staging.start;
+        state.under_way += 1;
+        drop(state);
         let mut buried = 0;
-        while state.staging.free_frames > 0 {
-            match self.bury_some(pager, channel, state) {
-                0 => break,
-                pages => buried += pages,
+        for (left, &group) in left.iter_mut().zip(groups) {
+            let mut from = 0;
+            while let Some(run) = next_run_of_bits(*left, from) {
+                let source = frames_start + (group * GROUP + run.start) * PAGE;
+                let target = pager.morgue_start + buried * PAGE;
+                let (moved, _) = channel.move_pages(channel.quiet, target, source, run.len() * PAGE);
+                let moved = moved / PAGE;
+                *left &= !(((1u32 << moved) - 1) << run.start) as u16;
+                buried += moved;
+                from = run.end;
             }
         }
+        if buried > 0 {
+            // SAFETY: the morgue is the pager's own, and nothing in it is wanted.
+            let _ = unsafe {
+                let morgue = pager.morgue_start as *mut c_void;
+                rustix::mm::madvise(morgue, buried * PAGE, rustix::mm::Advice::LinuxDontNeed)
+            };
+        }
+        let mut state = pager.state.lock();
+        state.under_way -= 1;
+        for (&left, &group) in left.iter().zip(groups) {
+            state.staging.given_back(group, left);
+        }
+        drop_pages(&mut state, buried as u64);
         if buried == 0 {
             // Not even one frame moves: take the estimate back to what a look will say, rather than try for ever.
             state.grown_pages = 0;
             state.resident_pages = state.resident_pages.min(state.limit_pages);
-        }
-        self.empty_morgue(pager);
-    }
-
-    /// Moves one run of garbage frames to the morgue; returns how many pages.
-    fn bury_some(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> u64 {
-        let Some((frame, frames)) = state.staging.take_free(GROUP) else { return 0 };
-        if self.morgue_used + frames * PAGE > MORGUE_BYTES {
-            self.empty_morgue(pager);
-        }
-        let target = pager.morgue_start + self.morgue_used;
-        let (moved, _) = channel.move_pages(channel.quiet, target, state.staging.address(frame), frames * PAGE);
-        let moved = moved / PAGE;
-        state.staging.emptied(frame, moved);
-        self.morgue_used += moved * PAGE;
-        drop_pages(state, moved as u64);
-        moved as u64
-    }
-
-    fn empty_morgue(&mut self, pager: &Pager) {
-        if self.morgue_used > 0 {
-            // SAFETY: the morgue is the pager's own, and nothing in it is wanted.
-            let _ = unsafe {
-                rustix::mm::madvise(
-                    pager.morgue_start as *mut c_void,
-                    self.morgue_used,
-                    rustix::mm::Advice::LinuxDontNeed,
-                )
-            };
-            self.morgue_used = 0;
         }
     }
 
@@ -569,6 +565,9 @@ enum Filled {
 fn is_cold(pager: &Pager, state: &mut State, address: usize) -> bool {
     let page = process::page_of(address);
     let word = state.table.get(page);
+    if state.loading.contains(&page) {
+        return false;
+    }
     match word.phase() {
         // A stored copy of a page that is present is old: left over from a fork.
         Phase::Resident | Phase::Stored => {}
@@ -600,6 +599,15 @@ fn note_staged(pager: &Pager, state: &mut State, start: usize, frame: Frame, pag
     }
 }
 
+/// The first run of set bits of `bits` at or after `from`.
+fn next_run_of_bits(bits: u16, from: usize) -> Option<Range<usize>> {
+    let rest = u32::from(bits) >> from;
+    (rest != 0).then(|| {
+        let start = from + rest.trailing_zeros() as usize;
+        start..start + (u32::from(bits) >> start).trailing_ones() as usize
+    })
+}
+
 fn drop_pages(state: &mut State, pages: u64) {
     let from_grown = pages.min(state.grown_pages);
     state.grown_pages -= from_grown;
@@ -626,19 +634,20 @@ pub fn compress_group<'a>(
             taken |= 1 << place;
         }
     }
-    state.compressing += 1;
-    let start = state.staging.address((group * GROUP) as Frame);
+    state.under_way += 1;
+    let first = process::page_of(state.staging.address((group * GROUP) as Frame));
     drop(state);
     let mut stored = 0u16;
     for place in (0..GROUP).filter(|place| taken >> place & 1 == 1) {
         // SAFETY: the frame is present and nobody writes to it: it leaves staging only when the group is released below.
-        let contents = unsafe { &*((start + place * PAGE) as *const compcache_store::Page) };
-        let written = pager.pool.write(worker, PageIndex(pages[place]), contents);
+        let contents = unsafe { &*(((first as usize + place) * PAGE) as *const compcache_store::Page) };
+        // Under the frame's own number: what is stored under the page's changes under the lock only, for the page may
+        // be taken away, and another one moved to its place, while the codec works.
+        let written = pager.pool.write(worker, PageIndex(first + place as u64), contents);
         stored |= u16::from(written.is_ok()) << place;
-        let _: Option<Written> = written.ok();
     }
     let mut state = pager.state.lock();
-    state.compressing -= 1;
+    state.under_way -= 1;
     settle_group(pager, &mut state, group, &pages, taken, stored);
     state
 }
@@ -648,13 +657,19 @@ fn settle_group(pager: &Pager, state: &mut State, group: usize, pages: &[u64; GR
     let clock = (state.eviction_clock >> 6) as u32 & 0xff_ffff;
     for place in (0..GROUP).filter(|place| taken >> place & 1 == 1) {
         let (page, frame) = (pages[place], (group * GROUP + place) as Frame);
+        let object = PageIndex(process::page_of(state.staging.address(frame)));
         let word = state.table.get(page);
         let ours = word.phase() == Phase::Compressing && word.payload() == frame;
-        match (ours, stored >> place & 1 == 1) {
-            (true, true) => state.table.update(page, Word::new(Phase::Stored).with_payload(clock)),
-            (true, false) => state.table.update(page, word.with_phase(Phase::Staged)),
-            (false, true) => drop(pager.pool.discard(PageIndex(page))),
-            (false, false) => {}
+        let stored = stored >> place & 1 == 1;
+        if ours && stored && pager.pool.move_slot(object, PageIndex(page)) == Ok(true) {
+            state.table.update(page, Word::new(Phase::Stored).with_payload(clock));
+        } else {
+            if stored {
+                let _ = pager.pool.discard(object);
+            }
+            if ours {
+                state.table.update(page, word.with_phase(Phase::Staged));
+            }
         }
     }
     let held = state.staging.groups[group];

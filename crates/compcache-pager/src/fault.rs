@@ -185,12 +185,9 @@ impl Handler {
             state = self.help(pager, state);
         }
         loop {
-            let attempt = if pager.frozen.load(Acquire) {
-                self.attempt_frozen(pager, channel, &mut state, fault.page)
-            } else {
-                self.attempt(pager, channel, &mut state, fault.page)
-            };
-            match attempt {
+            let answer;
+            (state, answer) = self.attempt(pager, channel, state, fault.page);
+            match answer {
                 Answer::Done => break,
                 Answer::Again => {
                     if self.pump(pager, channel, &mut state) == 0 {
@@ -226,14 +223,25 @@ impl Handler {
         pager.state.lock()
     }
 
-    fn attempt(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64) -> Answer {
-        let word = state.table.get(page);
-        match word.phase() {
-            Phase::Staged => self.second_chance(pager, channel, state, page, word),
-            Phase::Compressing => self.copy_back(channel, state, page, word),
-            Phase::Stored => self.load(pager, channel, state, page),
-            Phase::Resident | Phase::Dropped => self.first_touch(channel, state, page),
+    fn attempt<'a>(
+        &mut self,
+        pager: &'a Pager,
+        channel: &Channel,
+        mut state: Guard<'a, Box<State>>,
+        page: u64,
+    ) -> (Guard<'a, Box<State>>, Answer) {
+        if pager.frozen.load(Acquire) {
+            let answer = self.attempt_frozen(pager, channel, &mut state, page);
+            return (state, answer);
         }
+        let word = state.table.get(page);
+        let answer = match word.phase() {
+            Phase::Staged => self.second_chance(pager, channel, &mut state, page, word),
+            Phase::Compressing => self.copy_back(channel, &mut state, page, word),
+            Phase::Stored => return self.load(pager, channel, state, page),
+            Phase::Resident | Phase::Dropped => self.first_touch(pager, channel, &mut state, page),
+        };
+        (state, answer)
     }
 
     /// The page was still on its way out: it is hot, and goes back as it is.
@@ -277,7 +285,13 @@ impl Handler {
     }
 
     /// The page is in the pool; what its stream will ask for next comes with it.
-    fn load(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64) -> Answer {
+    fn load<'a>(
+        &mut self,
+        pager: &'a Pager,
+        channel: &Channel,
+        mut state: Guard<'a, Box<State>>,
+        page: u64,
+    ) -> (Guard<'a, Box<State>>, Answer) {
         let window = self.streams.fault(page);
         if let Some(slot) = pager.slot() {
             slot.counters.faults_stored.fetch_add(1, Relaxed);
@@ -285,11 +299,16 @@ impl Handler {
         }
         let (mut at, mut left, mut asked) = (page, window.pages as usize, true);
         while left > 0 {
-            let run = stored_run(state, page, at, &window, left);
-            if run.pages == 0 {
+            // What nobody asked for must not push out what somebody uses.
+            let room = (state.limit_pages + state.limit_pages / 32).saturating_sub(state.estimate_pages()) as usize;
+            let run = stored_run(&state, page, at, &window, left);
+            let pages = run.pages.min(BATCH).min(if asked { room.max(1) } else { room });
+            if pages == 0 {
                 break;
             }
-            match self.load_run(pager, channel, state, &run, asked) {
+            let loaded;
+            (state, loaded) = self.load_run(pager, channel, state, &run, pages);
+            match loaded {
                 Ok(0) => break,
                 Ok(loaded) => {
                     if let Some(slot) = pager.slot() {
@@ -298,79 +317,83 @@ impl Handler {
                     left -= loaded;
                     at = (at as i64 + window.step * loaded as i64) as u64;
                 }
-                Err(Errno::EAGAIN) if asked => return Answer::Again,
+                Err(Errno::EAGAIN) if asked => return (state, Answer::Again),
                 Err(_) => break,
             }
             asked = false;
         }
         self.streams.brought(window.pages - left as u32);
-        Answer::Done
+        (state, Answer::Done)
     }
 
-    /// Brings up to a run of neighbouring stored pages; returns how many.
-    fn load_run(
+    /// Brings `pages` neighbouring stored pages; returns how many came.
+    ///
+    /// Without the lock: that a page is stored changes only with an event, which this thread alone reads, or when it is
+    /// evicted again, which `loading` forbids. An event that nobody has read makes the copy fail.
+    fn load_run<'a>(
         &mut self,
-        pager: &Pager,
+        pager: &'a Pager,
         channel: &Channel,
-        state: &mut State,
-        run: &Run,
-        asked: bool,
-    ) -> Result<usize, Errno> {
-        // What nobody asked for must not push out what somebody uses.
-        let room = (state.limit_pages + state.limit_pages / 32).saturating_sub(state.estimate_pages()) as usize;
-        let most = if asked { room.max(1) } else { room };
-        let pages = run.pages.min(BATCH).min(most);
-        if pages == 0 { Ok(0) } else { self.load_by_copy(pager, channel, state, run, pages) }
-    }
-
-    fn load_by_copy(
-        &mut self,
-        pager: &Pager,
-        channel: &Channel,
-        state: &mut State,
+        mut state: Guard<'a, Box<State>>,
         run: &Run,
         pages: usize,
-    ) -> Result<usize, Errno> {
+    ) -> (Guard<'a, Box<State>>, Result<usize, Errno>) {
         let first = run.first_of(pages);
-        for place in 0..pages {
-            let mut target = core::mem::replace(&mut self.pages[place], [0; PAGE]);
-            let read = self.read(pager, channel, first + place as u64, &mut target);
-            self.pages[place] = target;
-            if !read {
-                return Self::lost(state, run, first + place as u64);
+        state.under_way += 1;
+        state.loading = first..first + pages as u64;
+        drop(state);
+        let Handler { worker, pages: buffers, .. } = self;
+        let damaged = buffers[..pages].iter_mut().zip(first..).find_map(|(buffer, page)| {
+            let read = pager.pool.read(worker, PageIndex(page), buffer);
+            (read != Ok(Read::Done)).then_some(page)
+        });
+        let (copied, error) = match damaged {
+            // SAFETY: the buffer is ours and present.
+            None => unsafe { channel.uffd.copy(first as usize * PAGE, buffers.as_ptr().cast(), pages * PAGE) },
+            Some(page) => {
+                poison(pager, channel, page);
+                (0, None)
             }
+        };
+        pager.turn.want();
+        let mut state = pager.state.lock();
+        pager.turn.had();
+        state.under_way -= 1;
+        state.loading = 0..0;
+        if let Some(page) = damaged {
+            return Self::lost(state, run, page);
         }
-        // SAFETY: the buffer is ours and present.
-        let (copied, error) =
-            unsafe { channel.uffd.copy(first as usize * PAGE, self.pages.as_ptr().cast(), pages * PAGE) };
         let copied = copied / PAGE;
         state.grown_pages += copied as u64;
         if copied > 0 {
             state.moved_away.nothing_pending();
         }
-        self.loaded(pager, state, run, first, copied);
-        match error {
+        self.loaded(pager, &mut state, run, first, copied);
+        let loaded = match error {
             None => Ok(pages),
-            Some(errno) => self.loaded_in_part(pager, channel, state, run, first, copied, errno),
-        }
+            Some(errno) => self.loaded_in_part(pager, channel, &mut state, run, first, copied, errno),
+        };
+        (state, loaded)
     }
 
     /// A stored copy is damaged, and its page poisoned: nothing more is known of it. The others of its run go on.
-    fn lost(state: &mut State, run: &Run, page: u64) -> Result<usize, Errno> {
+    fn lost<'a>(
+        mut state: Guard<'a, Box<State>>,
+        run: &Run,
+        page: u64,
+    ) -> (Guard<'a, Box<State>>, Result<usize, Errno>) {
         state.table.update(page, Word::new(Phase::Resident));
-        if page == run.asked { Ok(0) } else { Err(Errno::EAGAIN) }
+        (state, if page == run.asked { Ok(0) } else { Err(Errno::EAGAIN) })
     }
 
     /// Pages `first..first + pages` are in their places: the pool's copies are dropped.
     fn loaded(&mut self, pager: &Pager, state: &mut State, run: &Run, first: u64, pages: usize) {
         for page in first..first + pages as u64 {
-            let _ = pager.pool.discard(PageIndex(page));
             let word = state.table.get(page);
+            let _ = pager.pool.discard(PageIndex(page));
             let age = (state.eviction_clock >> 6).wrapping_sub(u64::from(word.payload())) & 0xff_ffff;
             // Back sooner than everything resident could have been evicted: it belongs to the working set.
-            let heat = if age << 6 < state.limit_pages { 2 } else { 0 };
-            let ahead = page != run.asked;
-            let heat = if ahead { 0 } else { heat };
+            let heat = if age << 6 < state.limit_pages && page == run.asked { 2 } else { 0 };
             state.table.update(page, Word::new(Phase::Resident).with_heat(heat));
         }
     }
@@ -407,19 +430,12 @@ impl Handler {
         }
     }
 
-    /// Reads a page of the pool; a damaged one becomes an error for whoever touches it.
-    fn read(&mut self, pager: &Pager, channel: &Channel, page: u64, target: &mut Page) -> bool {
-        match pager.pool.read(&mut self.worker, PageIndex(page), target) {
-            Ok(Read::Done) => true,
-            Ok(_) | Err(_) => {
-                poison(pager, channel, page);
-                false
-            }
-        }
-    }
-
     /// A page that was never there, or whose contents were dropped: zeroes.
-    fn first_touch(&mut self, channel: &Channel, state: &mut State, page: u64) -> Answer {
+    fn first_touch(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64) -> Answer {
+        if state.staging.contains(page as usize * PAGE) {
+            // Somebody read a frame that is not there: zeroes would be compressed in place of a page.
+            crate::process::die(pager, Trouble::Bug);
+        }
         let window = self.streams.fault(page);
         let pages = self.untouched_run(state, page, &window);
         // SAFETY: the zeroes are ours and present.

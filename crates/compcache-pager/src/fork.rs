@@ -158,7 +158,7 @@ pub fn serve(pager: &Pager) {
     match stage.load(Acquire) {
         FREEZE => loop {
             let mut state = pager.state.lock();
-            if state.compressing == 0 && unstage_all(pager, &mut state) {
+            if state.under_way == 0 && unstage_all(pager, &mut state) {
                 pager.frozen.store(true, Release);
                 stage.store(FROZEN, Release);
                 break;

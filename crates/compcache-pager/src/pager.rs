@@ -38,6 +38,7 @@ use alloc::boxed::Box;
 use alloc::sync::Arc;
 use compcache_store::{Codec, Pool, PoolConfig, Store, StoreConfig, Worker};
 use core::ffi::c_void;
+use core::ops::Range;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use rustix::fd::{BorrowedFd, IntoRawFd};
 
@@ -74,8 +75,11 @@ pub struct State {
     pub(crate) now_s: u32,
     /// Unmappings still to be announced.
     pub(crate) moved_away: MovedAway,
-    /// Groups being compressed now, outside the lock.
-    pub(crate) compressing: u32,
+    /// Things being done outside the lock that a copy of the process must not catch half-way: groups being compressed or
+    /// given back, faults being answered from the pool.
+    pub(crate) under_way: u32,
+    /// Pages the handler is bringing from the pool, outside the lock: present before their words say so.
+    pub(crate) loading: Range<u64>,
     /// For looking at what is present while an event is applied.
     pub(crate) event_scan: ScanBuffer,
 }

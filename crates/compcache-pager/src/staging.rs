@@ -120,27 +120,29 @@ impl Staging {
         self.start + frame as usize * 4096
     }
 
-    /// Takes up to `want` neighbouring garbage frames; returns the first and how many. The group is off the
-    /// lists until [`Staging::emptied`] says how many of them were moved away.
-    pub fn take_free(&mut self, want: usize) -> Option<(Frame, usize)> {
-        let group = self.free.pop()?;
-        let present = self.groups[group].present;
-        let first = present.trailing_zeros() as usize;
-        let run = (present >> first).trailing_ones() as usize;
-        Some(((group * GROUP + first) as Frame, run.min(want)))
+    /// Takes up to `out.len()` groups with garbage frames off their list; returns how many. [`Staging::given_back`] ends
+    /// what this began.
+    pub fn take_garbage(&mut self, out: &mut [usize]) -> usize {
+        let mut taken = 0;
+        while let Some(place) = out.get_mut(taken)
+            && let Some(group) = self.free.pop()
+        {
+            self.free_frames -= self.groups[group].present.count_ones() as usize;
+            *place = group;
+            taken += 1;
+        }
+        taken
     }
 
-    /// Ends what [`Staging::take_free`] began: the first `moved` frames from `frame` on hold nothing now.
-    pub fn emptied(&mut self, frame: Frame, moved: usize) {
-        let (group, first) = (frame as usize / GROUP, frame as usize % GROUP);
-        self.groups[group].present &= !((((1u32 << moved) - 1) << first) as u16);
-        self.free_frames -= moved;
-        if self.groups[group].present == 0 {
-            self.groups[group].filled = 0;
-            self.empty.push(group);
-        } else {
-            self.free.push_front(group);
-        }
+    /// The frames of a group of garbage were given back to the system, all but those in `left`.
+    pub fn given_back(&mut self, group: usize, left: u16) {
+        self.groups[group].present = left;
+        self.release(group);
+    }
+
+    /// Whether an address lies in the frames.
+    pub fn contains(&self, address: usize) -> bool {
+        (self.start..self.start + GROUPS_MAX * GROUP * 4096).contains(&address)
     }
 
     /// A staged frame's page has been moved back where it came from.
