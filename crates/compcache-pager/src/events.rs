@@ -1,4 +1,11 @@
 //! What the program does to its own map, applied to what the pager keeps: munmap, mremap, madvise.
+//!
+//! A thread that changes the map waits, when the change is made, until its event has been read. So the events of one
+//! thread come in their order, but not those of several: one thread may have unmapped a range and not yet have told,
+//! when another has moved something to the same addresses and has. As long as anybody has something to tell, the kernel
+//! refuses every copy and move ([`Channel::is_quiet`]). So moves, and what comes after one, are kept until nothing is
+//! missing. Then the map itself shows the order: what frees a range that something was moved to came before the move if
+//! the range is registered now, and after it if not ([`settle`]).
 
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State};
@@ -6,19 +13,136 @@ use crate::table::{Phase, Word};
 use crate::uffd::Message;
 use compcache_store::PageIndex;
 use core::ops::Range;
+use core::sync::atomic::Ordering::Acquire;
 
-/// Applies an event. The caller holds the lock, and has held it since before the event was read.
+/// Events in the order they were read.
+pub struct EventLog<const N: usize> {
+    entries: [Entry; N],
+    len: usize,
+}
+
+/// A message without an enumeration's tag: zero bytes are one too.
+#[derive(Clone, Copy)]
+struct Entry {
+    kind: u8,
+    from: usize,
+    to: usize,
+    len: usize,
+}
+
+const REMOVE: u8 = 0;
+const UNMAP: u8 = 1;
+const REMAP: u8 = 2;
+
+impl Entry {
+    fn event(self) -> Message {
+        let Entry { kind, from, to, len } = self;
+        match kind {
+            REMOVE => Message::Remove { start: from, end: from + len },
+            UNMAP => Message::Unmap { start: from, end: from + len },
+            _ => Message::Remap { from, to, len },
+        }
+    }
+}
+
+impl<const N: usize> EventLog<N> {
+    /// Keeps an event. False when there is no room.
+    pub fn push(&mut self, event: Message) -> bool {
+        let entry = match event {
+            Message::Remove { start, end } => Entry { kind: REMOVE, from: start, to: 0, len: end - start },
+            Message::Unmap { start, end } => Entry { kind: UNMAP, from: start, to: 0, len: end - start },
+            Message::Remap { from, to, len } => Entry { kind: REMAP, from, to, len },
+            Message::Fault { .. } | Message::Fork { .. } => return true,
+        };
+        if self.len == N {
+            return false;
+        }
+        self.entries[self.len] = entry;
+        self.len += 1;
+        true
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The events, oldest first.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = Message> + ExactSizeIterator + '_ {
+        self.entries[..self.len].iter().map(|entry| entry.event())
+    }
+
+    /// Takes one out; those after it move up.
+    pub fn remove(&mut self, place: usize) -> Option<Message> {
+        let event = self.entries[..self.len].get(place)?.event();
+        self.entries.copy_within(place + 1..self.len, place);
+        self.len -= 1;
+        Some(event)
+    }
+}
+
+/// Takes in an event that was just read: it is applied, or kept until its order is known.
+pub fn take(pager: &Pager, channel: &Channel, state: &mut State, event: Message) {
+    let in_order = state.pending.is_empty() && !matches!(event, Message::Remap { .. });
+    if in_order {
+        take_in_order(pager, channel, state, event);
+    } else if !state.pending.push(event) {
+        settle(pager, channel, state);
+        take_in_order(pager, channel, state, event);
+    }
+}
+
+/// Applies the next event, or logs it while a copy of the process is made.
+fn take_in_order(pager: &Pager, channel: &Channel, state: &mut State, event: Message) {
+    if !(pager.frozen.load(Acquire) && state.fork_log.push(event)) {
+        apply(pager, channel, state, event);
+    }
+}
+
+/// Applies all events that were kept, in the order in which they happened. Nothing else is on its way.
+pub fn settle(pager: &Pager, channel: &Channel, state: &mut State) {
+    while let Some(event) = state.pending.remove(0) {
+        if let Message::Remap { to, len, .. } = event {
+            let target = to..to + len;
+            let freeing = state.pending.iter().position(|later| frees(later, &target));
+            if let Some(place) = freeing
+                && channel.is_registered(common_start(state, place, &target))
+                && let Some(earlier) = state.pending.remove(place)
+            {
+                take_in_order(pager, channel, state, earlier);
+            }
+        }
+        take_in_order(pager, channel, state, event);
+    }
+}
+
+/// Whether an event leaves nothing at some part of a range.
+fn frees(event: Message, range: &Range<usize>) -> bool {
+    freed(event).is_some_and(|freed| freed.start < range.end && range.start < freed.end)
+}
+
+fn freed(event: Message) -> Option<Range<usize>> {
+    match event {
+        Message::Unmap { start, end } => Some(start..end),
+        Message::Remap { from, len, .. } => Some(from..from + len),
+        Message::Remove { .. } | Message::Fault { .. } | Message::Fork { .. } => None,
+    }
+}
+
+/// The first address of a range that the kept event at `place` frees.
+fn common_start(state: &State, place: usize, range: &Range<usize>) -> usize {
+    let freed = state.pending.iter().nth(place).and_then(freed);
+    freed.map_or(range.start, |freed| freed.start.max(range.start))
+}
+
+/// Applies an event. The caller holds the lock.
 pub fn apply(pager: &Pager, channel: &Channel, state: &mut State, event: Message) {
     match event {
         Message::Remove { start, end } => {
             forget_contents(pager, state, start..end);
             distrust_present(channel, state, start..end);
         }
-        Message::Unmap { start, end } => {
-            if !state.moved_away.take(start..end) {
-                forget_range(pager, state, start..end);
-            }
-        }
+        Message::Unmap { start, end } => forget_range(pager, state, start..end),
         Message::Remap { from, to, len } => move_range(pager, state, from, to, len),
         Message::Fault { .. } | Message::Fork { .. } => {}
     }
@@ -31,50 +155,14 @@ pub fn forget_range(pager: &Pager, state: &mut State, range: Range<usize>) {
     state.generation += 1;
 }
 
-/// A range has another address now, with its registration.
-///
-/// Where it was is unmapped by the same call, which says so in an event of its own, later: by then another thread may have
-/// moved something to that place. So that event is remembered, and not obeyed when it comes. Where nothing was unmapped
-/// (MREMAP_DONTUNMAP) the place is registered anew when it is next found in the map.
+/// A range has another address now, with its registration. Where nothing was unmapped (MREMAP_DONTUNMAP) the place is
+/// registered anew when it is next found in the map.
 pub fn move_range(pager: &Pager, state: &mut State, from: usize, to: usize, len: usize) {
     forget_contents(pager, state, to..to + len);
     move_words(pager, state, from, to, len);
     state.regions.remove(from..from + len);
     state.regions.add(to..to + len);
-    state.moved_away.expect(from..from + len);
     state.generation += 1;
-}
-
-/// Ranges that were moved away and whose unmapping has yet to be announced.
-pub struct MovedAway {
-    ranges: [(usize, usize); EXPECTED],
-    len: usize,
-}
-
-const EXPECTED: usize = 64;
-
-impl MovedAway {
-    fn expect(&mut self, range: Range<usize>) {
-        if self.len < EXPECTED {
-            self.ranges[self.len] = (range.start, range.end);
-            self.len += 1;
-        }
-    }
-
-    /// Whether this unmapping was expected; it is not any more.
-    fn take(&mut self, range: Range<usize>) -> bool {
-        let found = self.ranges[..self.len].iter().position(|&expected| expected == (range.start, range.end));
-        if let Some(place) = found {
-            self.len -= 1;
-            self.ranges[place] = self.ranges[self.len];
-        }
-        found.is_some()
-    }
-
-    /// Nothing is pending: the kernel has just allowed a move or a copy.
-    pub fn nothing_pending(&mut self) {
-        self.len = 0;
-    }
 }
 
 /// Drops what is kept of a range: stored copies at once; staged frames become garbage when their group's turn comes.
@@ -108,10 +196,10 @@ fn move_words(pager: &Pager, state: &mut State, from: usize, to: usize, len: usi
                 let _ = pager.pool.move_slot(PageIndex(page), PageIndex(target));
                 word
             }
-            // The frame's page has another number now; who is compressing it under the old one will notice.
+            // The frame's page has another number now.
             Phase::Staged | Phase::Compressing => {
                 state.staging.rename(word.payload(), target);
-                word.with_phase(Phase::Staged)
+                word
             }
             Phase::Resident | Phase::Dropped => word,
         };

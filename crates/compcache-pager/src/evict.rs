@@ -17,7 +17,7 @@ use crate::fork;
 use crate::lock::{self, Guard};
 use crate::maps::{self, MapsBuffer};
 use crate::memory::PAGE;
-use crate::pager::{Channel, Pager, REGIONS_MAX, State, boxed_zeroed, clock_ns};
+use crate::pager::{Channel, Pager, REGIONS_MAX, STAGING_BYTES, State, boxed_zeroed, clock_ns};
 use crate::process;
 use crate::regions::Ranges;
 use crate::scan::ScanBuffer;
@@ -224,8 +224,8 @@ impl Evictor {
         let limit_bytes = state.limit_pages as usize * PAGE;
         let groups = (limit_bytes / (GROUP * PAGE) / 20).clamp(24, GROUPS_MAX);
         state.staging.reset(pager.staging_start, groups);
-        let staging = pager.staging_start..pager.staging_start + GROUPS_MAX * GROUP * PAGE;
-        if !register_patiently(channel, staging) || pager.start_handler().is_err() {
+        let staging = pager.staging_start..pager.staging_start + STAGING_BYTES;
+        if !register_patiently(channel, staging) || !channel.make_gate() || pager.start_handler().is_err() {
             pager.region.note_trouble(crate::shared::Trouble::NoThread, 0);
             return false;
         }
@@ -299,7 +299,7 @@ impl Evictor {
             if pager.frozen.load(Acquire) {
                 return;
             }
-            if state.generation != generation {
+            if state.generation != generation || !state.pending.is_empty() {
                 continue;
             }
             for range in found.iter() {
@@ -431,6 +431,9 @@ impl Evictor {
 
     /// Moves cold pages into an empty group until it is full.
     fn fill_group(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> Filled {
+        if !state.pending.is_empty() {
+            return Filled::EventPending;
+        }
         let Some(group) = state.staging.empty.pop() else { return Filled::Nothing };
         let mut filled = 0;
         let mut outcome = Filled::Nothing;
@@ -445,13 +448,10 @@ impl Evictor {
             }
             let frame = (group * GROUP + filled) as Frame;
             let pages = (cold.end - cold.start) / PAGE;
-            let (moved, error) = 
+            let (moved, error) =
                 channel.move_pages(channel.uffd, state.staging.address(frame), cold.start, pages * PAGE);
             let moved = moved / PAGE;
             note_staged(pager, state, cold.start, frame, moved);
-            if moved > 0 {
-                state.moved_away.nothing_pending();
-            }
             filled += moved;
             match error {
                 None => {}
@@ -648,12 +648,14 @@ pub fn compress_group<'a>(
     }
     let mut state = pager.state.lock();
     state.under_way -= 1;
-    settle_group(pager, &mut state, group, &pages, taken, stored);
+    settle_group(pager, &mut state, group, taken, stored);
     state
 }
 
 /// What compressing a group came to: pages stored, pages that went another way meanwhile, pages the pool refused.
-fn settle_group(pager: &Pager, state: &mut State, group: usize, pages: &[u64; GROUP], taken: u16, stored: u16) {
+fn settle_group(pager: &Pager, state: &mut State, group: usize, taken: u16, stored: u16) {
+    // As they are called now: a page may have been moved meanwhile.
+    let pages = state.staging.groups[group].pages;
     let clock = (state.eviction_clock >> 6) as u32 & 0xff_ffff;
     for place in (0..GROUP).filter(|place| taken >> place & 1 == 1) {
         let (page, frame) = (pages[place], (group * GROUP + place) as Frame);
@@ -709,7 +711,8 @@ fn register(pager: &Pager, channel: &Channel, state: &mut State, range: Range<us
             Some(known) => (known.start.max(at), known.end.max(at)),
             None => (range.end, range.end),
         };
-        if at < end && channel.uffd.register(at, end - at).is_ok() {
+        // Where the map is changing, the range may be something moved there a moment ago, of which nobody has told yet.
+        if at < end && channel.uffd.register(at, end - at).is_ok() && channel.is_quiet() {
             events::forget_contents(pager, state, at..end);
             state.regions.add(at..end);
         }

@@ -102,7 +102,7 @@ impl Handler {
             pager.turn.want();
             let mut state = pager.state.lock();
             pager.turn.had();
-            self.pump(pager, &channel, &mut state);
+            state = self.catch_up(pager, &channel, state, false);
             let mut answered = 0;
             while self.pending_len > 0 {
                 self.pending_len -= 1;
@@ -128,10 +128,11 @@ impl Handler {
         }
     }
 
-    /// Reads every message there is. Events are applied at once, in order; faults are kept.
+    /// Reads every message there is, and keeps them.
     ///
-    /// The caller holds the lock from before the first message is read until its own decisions are carried out: so
-    /// nobody acts on what was true before an event whose originator has already been let go on.
+    /// The caller holds the lock from before the first message is read until its own decisions are carried out, or until
+    /// the events are kept where everybody sees that they are not applied yet: so nobody acts on what was true before an
+    /// event whose originator has already been let go on.
     fn pump(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> usize {
         let mut total = 0;
         loop {
@@ -167,10 +168,7 @@ impl Handler {
             fork::on_event(pager, state, &mut self.worker, &mut self.pages[0], uffd::Uffd::from_event(child));
             return;
         }
-        if pager.frozen.load(Acquire) && state.fork_log.push(event) {
-            return;
-        }
-        crate::events::apply(pager, channel, state, event);
+        crate::events::take(pager, channel, state, event);
     }
 
     /// Answers one fault, however often it takes. The lock may be released and taken again meanwhile.
@@ -189,19 +187,36 @@ impl Handler {
             (state, answer) = self.attempt(pager, channel, state, fault.page);
             match answer {
                 Answer::Done => break,
-                Answer::Again => {
-                    if self.pump(pager, channel, &mut state) == 0 {
-                        // The event has been read, but the thread that caused it has not yet gone on.
-                        drop(state);
-                        rustix::thread::sched_yield();
-                        pager.turn.want();
-                        state = pager.state.lock();
-                        pager.turn.had();
-                    }
-                }
+                Answer::Again => state = self.catch_up(pager, channel, state, true),
             }
         }
         state
+    }
+
+    /// Reads and applies every event there is, also those that a thread is about to tell: `expected` says that there must
+    /// be some, for the kernel has refused something.
+    fn catch_up<'a>(
+        &mut self,
+        pager: &'a Pager,
+        channel: &Channel,
+        mut state: Guard<'a, Box<State>>,
+        expected: bool,
+    ) -> Guard<'a, Box<State>> {
+        loop {
+            let read = self.pump(pager, channel, &mut state);
+            if (state.pending.is_empty() && !expected) || channel.is_quiet() {
+                crate::events::settle(pager, channel, &mut state);
+                return state;
+            }
+            if read == 0 {
+                // All have been read, but a thread that caused one has not yet gone on, or has not yet told.
+                drop(state);
+                rustix::thread::sched_yield();
+                pager.turn.want();
+                state = pager.state.lock();
+                pager.turn.had();
+            }
+        }
     }
 
     /// The process is above its limit: compresses what is staged, as the evictor does on the other processor. With nothing
@@ -247,8 +262,7 @@ impl Handler {
     /// The page was still on its way out: it is hot, and goes back as it is.
     fn second_chance(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64, word: Word) -> Answer {
         let frame = word.payload();
-        let (moved, error) = 
-            channel.move_pages(channel.uffd, page as usize * PAGE, state.staging.address(frame), PAGE);
+        let (moved, error) = channel.move_pages(channel.uffd, page as usize * PAGE, state.staging.address(frame), PAGE);
         match error {
             None => {
                 debug_assert_eq!(moved, PAGE);
@@ -365,9 +379,6 @@ impl Handler {
         }
         let copied = copied / PAGE;
         state.grown_pages += copied as u64;
-        if copied > 0 {
-            state.moved_away.nothing_pending();
-        }
         self.loaded(pager, &mut state, run, first, copied);
         let loaded = match error {
             None => Ok(pages),
@@ -442,9 +453,6 @@ impl Handler {
         let (filled, error) =
             unsafe { channel.uffd.copy(page as usize * PAGE, self.zeroes.as_ptr().cast(), pages * PAGE) };
         state.grown_pages += (filled / PAGE) as u64;
-        if filled > 0 {
-            state.moved_away.nothing_pending();
-        }
         self.streams.brought((filled / PAGE) as u32);
         for touched in page..page + (filled / PAGE) as u64 {
             if state.table.get(touched) != Word::UNKNOWN {

@@ -16,6 +16,7 @@
 //! A copy made without fork handlers (a bare clone(2), `_Fork`) is noticed where the kernel announces it (fork events,
 //! with CAP_SYS_PTRACE): all its evicted pages are brought to it at once, and it goes on unpaged.
 
+use crate::events::EventLog;
 use crate::lock::{self, Mutex};
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State};
@@ -29,7 +30,6 @@ use core::ops::Range;
 use core::sync::atomic::{AtomicU32, Ordering::*};
 use rustix::fs::{Mode, OFlags};
 
-const ENTRIES: usize = 1024;
 const WAITING: u32 = 0;
 const RECOVERED: u32 = 1;
 
@@ -60,61 +60,23 @@ impl ForkTurn {
 }
 
 /// Events read while a fork was under way: applied when it is over, in both processes.
-pub struct ForkLog {
-    entries: [Entry; ENTRIES],
-    len: usize,
-}
-
-#[derive(Clone, Copy)]
-struct Entry {
-    kind: u8,
-    from: usize,
-    to: usize,
-    len: usize,
-}
-
-const REMOVE: u8 = 0;
-const UNMAP: u8 = 1;
-const REMAP: u8 = 2;
+pub type ForkLog = EventLog<1024>;
 
 impl ForkLog {
-    /// Keeps an event for later. False when there is no room: then it must be applied at once.
-    pub fn push(&mut self, event: Message) -> bool {
-        let entry = match event {
-            Message::Remove { start, end } => Entry { kind: REMOVE, from: start, to: 0, len: end - start },
-            Message::Unmap { start, end } => Entry { kind: UNMAP, from: start, to: 0, len: end - start },
-            Message::Remap { from, to, len } => Entry { kind: REMAP, from, to, len },
-            Message::Fault { .. } | Message::Fork { .. } => return true,
-        };
-        if self.len == ENTRIES {
-            return false;
-        }
-        self.entries[self.len] = entry;
-        self.len += 1;
-        true
-    }
-
     /// Which page's stored copy is now the contents of `page`, after what is in the log; `None` for zeroes.
     pub fn source(&self, page: u64) -> Option<u64> {
         let mut address = page as usize * PAGE;
-        for entry in self.entries[..self.len].iter().rev() {
-            let inside = |start: usize| (start..start + entry.len).contains(&address);
-            match entry.kind {
-                REMAP if inside(entry.to) => address = address - entry.to + entry.from,
-                REMAP | REMOVE | UNMAP if inside(entry.from) => return None,
+        for event in self.iter().rev() {
+            match event {
+                Message::Remap { from, to, len } if (to..to + len).contains(&address) => address = address - to + from,
+                Message::Remap { from, len, .. } if (from..from + len).contains(&address) => return None,
+                Message::Remove { start, end } | Message::Unmap { start, end } if (start..end).contains(&address) => {
+                    return None;
+                }
                 _ => {}
             }
         }
         Some((address / PAGE) as u64)
-    }
-
-    fn take(&mut self) -> impl Iterator<Item = Message> + use<> {
-        let (entries, len) = (self.entries, core::mem::take(&mut self.len));
-        entries.into_iter().take(len).map(|Entry { kind, from, to, len }| match kind {
-            REMOVE => Message::Remove { start: from, end: from + len },
-            UNMAP => Message::Unmap { start: from, end: from + len },
-            _ => Message::Remap { from, to, len },
-        })
     }
 }
 
@@ -158,7 +120,7 @@ pub fn serve(pager: &Pager) {
     match stage.load(Acquire) {
         FREEZE => loop {
             let mut state = pager.state.lock();
-            if state.under_way == 0 && unstage_all(pager, &mut state) {
+            if state.under_way == 0 && state.pending.is_empty() && unstage_all(pager, &mut state) {
                 pager.frozen.store(true, Release);
                 stage.store(FROZEN, Release);
                 break;
@@ -233,8 +195,7 @@ pub fn parent(pager: &Pager) {
 
 fn apply_log(pager: &Pager, state: &mut State) {
     let Some(channel) = *pager.channel.lock() else { return };
-    let log = state.fork_log.take();
-    for event in log {
+    while let Some(event) = state.fork_log.remove(0) {
         events::apply(pager, &channel, state, event);
     }
 }
@@ -265,8 +226,7 @@ pub unsafe fn child(pager: &'static Pager) {
         let mut state = pager.state.lock();
         // The descriptor of the parent's pagemap is not ours, and what was dropped need not be looked at: our own
         // registrations come after, so nothing is dropped behind them.
-        let log = state.fork_log.take();
-        for event in log {
+        while let Some(event) = state.fork_log.remove(0).or_else(|| state.pending.remove(0)) {
             match event {
                 Message::Remove { start, end } => events::forget_contents(pager, &mut state, start..end),
                 Message::Unmap { start, end } => events::forget_range(pager, &mut state, start..end),

@@ -20,7 +20,7 @@
 //! What is *not* here: policy for several processes (`shared`), what a page's word means (`table`), copies of the
 //! process (`fork`).
 
-use crate::events::MovedAway;
+use crate::events::EventLog;
 use crate::evict::Evictor;
 use crate::fault::Handler;
 use crate::fork::{self, ForkLog, ForkTurn};
@@ -48,6 +48,11 @@ pub const REGIONS_MAX: usize = 16384;
 pub const EXCLUDED_MAX: usize = 1024;
 /// Threads whose control blocks are known.
 pub const THREADS_MAX: usize = 4096;
+/// Events of several threads at one time.
+pub const PENDING_EVENTS: usize = 512;
+const FRAMES_BYTES: usize = GROUPS_MAX * GROUP * PAGE;
+/// Staging's range: its frames and the gate.
+pub const STAGING_BYTES: usize = FRAMES_BYTES + PAGE;
 const STACK_BYTES: usize = 256 << 10;
 const TLS_BYTES: usize = 4096;
 /// Bytes of frames to be given back to the system at once.
@@ -73,8 +78,8 @@ pub struct State {
     pub(crate) fork_log: ForkLog,
     /// Seconds since some start, for ageing `Dropped` words.
     pub(crate) now_s: u32,
-    /// Unmappings still to be announced.
-    pub(crate) moved_away: MovedAway,
+    /// Events whose order is not known yet: while there are any, nobody decides anything.
+    pub(crate) pending: EventLog<PENDING_EVENTS>,
     /// Things being done outside the lock that a copy of the process must not catch half-way: groups being compressed or
     /// given back, faults being answered from the pool.
     pub(crate) under_way: u32,
@@ -91,6 +96,8 @@ pub struct Channel {
     pub(crate) uffd: Uffd,
     /// Without events: for frames that are given back.
     pub(crate) quiet: Uffd,
+    /// A page that is registered and always present, for [`Channel::is_quiet`].
+    gate: usize,
 }
 
 impl Channel {
@@ -98,6 +105,42 @@ impl Channel {
     pub fn pagemap(&self) -> BorrowedFd<'_> {
         // SAFETY: opened with the channel, and never closed while a thread of the pager lives.
         unsafe { BorrowedFd::borrow_raw(self.pagemap) }
+    }
+
+    /// Fills the gate's page; staging is registered. False when the kernel refuses.
+    pub(crate) fn make_gate(&self) -> bool {
+        static ZEROES: [u8; PAGE] = [0; PAGE];
+        // A page of constants is not there before somebody reads it, and nobody would answer for it.
+        let source = core::hint::black_box(&ZEROES);
+        let _ = source.iter().fold(0, |sum, byte| sum | byte);
+        loop {
+            // SAFETY: the source is a page of constants, present now.
+            let (_, error) = unsafe { self.uffd.copy(self.gate, source.as_ptr(), PAGE) };
+            match error {
+                None | Some(Errno::EEXIST) => return true,
+                Some(Errno::EAGAIN) => lock::pause(),
+                Some(_) => return false,
+            }
+        }
+    }
+
+    /// Whether no event is on its way: neither unread, nor about to be told by a thread that has changed the map.
+    ///
+    /// A copy to a page that is there is refused with EEXIST, but with EAGAIN first while the map is changing.
+    pub(crate) fn is_quiet(&self) -> bool {
+        // SAFETY: the page that nothing is copied to is present, as is any page to copy from: it is its own source.
+        let (_, error) = unsafe { self.uffd.copy(self.gate, self.gate as *const u8, PAGE) };
+        error == Some(Errno::EEXIST)
+    }
+
+    /// Whether a page lies in a registered range. Only while [`Channel::is_quiet`].
+    ///
+    /// A copy from where nothing is mapped is refused, by EFAULT if its target is registered and by ENOENT if not.
+    pub(crate) fn is_registered(&self, address: usize) -> bool {
+        const NEVER_MAPPED: *const u8 = core::ptr::without_provenance(PAGE);
+        // SAFETY: nothing is copied. Below vm.mmap_min_addr nothing can be mapped, and a fault there is an error at once.
+        let (_, error) = unsafe { self.uffd.copy(address, NEVER_MAPPED, PAGE) };
+        error == Some(Errno::EFAULT)
     }
 
     /// [`Uffd::move_pages`] to addresses where nothing is, on either descriptor, with the count put right.
@@ -215,7 +258,7 @@ impl Pager {
             threads,
             slot: AtomicUsize::new(0),
             fork_turn: ForkTurn::new(),
-            staging_start: memory::map(GROUPS_MAX * GROUP * PAGE).map_err(no_memory)? as usize,
+            staging_start: memory::map(STAGING_BYTES).map_err(no_memory)? as usize,
             morgue_start: memory::map(MORGUE_BYTES).map_err(no_memory)? as usize,
             stacks: [memory::map(STACK_BYTES).map_err(no_memory)?, memory::map(STACK_BYTES).map_err(no_memory)?],
             robust: Box::into_raw(Box::new(RobustList::empty())),
@@ -228,7 +271,7 @@ impl Pager {
 
     /// A copy of the process gets empty staging ranges: the frames in them are this process's.
     fn wipe_staging_in_copies(&self) {
-        for (start, len) in [(self.staging_start, GROUPS_MAX * GROUP * PAGE), (self.morgue_start, MORGUE_BYTES)] {
+        for (start, len) in [(self.staging_start, STAGING_BYTES), (self.morgue_start, MORGUE_BYTES)] {
             // SAFETY: the range is the pager's own, and empty.
             let _ = unsafe { rustix::mm::madvise(start as *mut c_void, len, rustix::mm::Advice::LinuxWipeOnFork) };
         }
@@ -309,7 +352,7 @@ impl Pager {
         // Frames that are given back cause no events; and nothing is announced before the first range is registered.
         quiet.register(self.morgue_start, MORGUE_BYTES).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
         let pagemap = process::open(c"/proc/thread-self/pagemap").ok_or((Trouble::NoProc, Errno(0)))?.into_raw_fd();
-        let channel = Channel { pagemap, uffd, quiet };
+        let channel = Channel { pagemap, uffd, quiet, gate: self.staging_start + FRAMES_BYTES };
         *self.channel.lock() = Some(channel);
         Ok(channel)
     }
@@ -319,7 +362,7 @@ impl Pager {
     /// ranges.
     pub fn while_memory_is_locked<T>(&self, lock: impl FnOnce() -> T) -> T {
         fork::prepare(self);
-        let ranges = [(self.staging_start, GROUPS_MAX * GROUP * PAGE), (self.morgue_start, MORGUE_BYTES)];
+        let ranges = [(self.staging_start, STAGING_BYTES), (self.morgue_start, MORGUE_BYTES)];
         for (start, len) in ranges {
             // SAFETY: nothing is staged and nobody stages anything before `fork::parent`.
             let _ = unsafe { memory::set_access(start, len, false) };

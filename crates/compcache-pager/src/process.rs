@@ -62,8 +62,11 @@ pub fn cpu_time_ns() -> u64 {
 }
 
 /// Ends the process: going on would mean wrong bytes or a hang. `compcache run` says why.
+///
+/// What is noted with it is the line that called, for the report.
+#[track_caller]
 pub fn die(pager: &Pager, trouble: Trouble) -> ! {
-    pager.region.note_trouble(trouble, 0);
+    pager.region.note_trouble(trouble, core::panic::Location::caller().line() as i32);
     abort()
 }
 

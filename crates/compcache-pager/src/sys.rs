@@ -19,6 +19,7 @@ impl Errno {
     pub const ESRCH: Errno = Errno(3);
     pub const EAGAIN: Errno = Errno(11);
     pub const ENOMEM: Errno = Errno(12);
+    pub const EFAULT: Errno = Errno(14);
     pub const EBUSY: Errno = Errno(16);
     pub const EEXIST: Errno = Errno(17);
 }

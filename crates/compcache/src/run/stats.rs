@@ -158,7 +158,8 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
     if trouble == 0 {
         return None;
     }
-    let what = match ALL.into_iter().find(|known| *known as u32 == trouble) {
+    let known = ALL.into_iter().find(|known| *known as u32 == trouble);
+    let what = match known {
         Some(Trouble::NoUserfaultfd) => "a process ran unpaged: userfaultfd was refused",
         Some(Trouble::NoMemory) => {
             "a process ran unpaged: memory for the pager was refused; a limit on address space (ulimit -v) counts what is \
@@ -173,6 +174,7 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
     };
     Some(match errno {
         0 => what.into(),
+        line if matches!(known, Some(Trouble::Bug | Trouble::LostPage)) => format!("{what} (at line {line})"),
         errno => format!("{what} ({})", Errno::from_raw_os_error(errno as i32)),
     })
 }
