@@ -36,7 +36,7 @@ fn memory_is_an_array_of_bytes_for_one_thread() {
 }
 
 #[test]
-#[ignore = "events of several threads can reach the pager out of order [S36]; one run in six finds it"]
+#[ignore = "events of several threads can reach the pager out of order [S36]; one run in twenty finds it"]
 fn memory_is_an_array_of_bytes_for_many_threads() {
     memory_holds("memory_is_an_array_of_bytes_for_many_threads", 5, 96, &Cap::resident_mib(16));
 }
