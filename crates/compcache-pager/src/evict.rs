@@ -49,6 +49,8 @@ const SHARED_MAX: usize = 64;
 const STEPS_BETWEEN_LOOKS: u32 = 64;
 /// Garbage frames given back with one call.
 const BURIED_AT_ONCE: usize = 128;
+/// Objects moved by a step of compaction: some tens of microseconds.
+const COMPACTED_AT_ONCE: usize = 64;
 const UNSHARE_TRIES: u32 = 64;
 /// After this time a page that was announced to be dropped and is still there was not dropped (MADV_FREE).
 const DROPPED_FOR_S: u32 = 10;
@@ -178,10 +180,19 @@ impl Evictor {
             if pager.armed.load(Acquire) && self.evict(pager, channel) == Evicted::More {
                 continue;
             }
+            self.compact(pager);
             let headroom_bytes = (-look.over_pages).max(0) as u64 * PAGE as u64;
             let until_full_ns = headroom_bytes * 1_000_000_000 / GROWTH_BYTES_PER_S;
             let floor_ns = if look.busy { NAP_MIN_NS } else { NAP_IDLE_NS };
             return until_full_ns.clamp(floor_ns, NAP_MAX_NS);
+        }
+    }
+
+    /// One step of the pool's compaction: what the program has taken back or dropped leaves spans half empty. Never while
+    /// the process may be copied: an object on its way would be in two places, or in none.
+    fn compact(&mut self, pager: &Pager) {
+        if pager.armed.load(Acquire) && !pager.frozen.load(Acquire) {
+            let _ = pager.store.compact(&mut self.worker, COMPACTED_AT_ONCE);
         }
     }
 

@@ -27,7 +27,7 @@ const BATCH: usize = 16;
 const MESSAGES: usize = 16;
 const PENDING: usize = 512;
 /// Faults between two looks at where they come from: a look costs about as much as a fault.
-const FAULTS_BETWEEN_LOOKS: u32 = 32;
+const FAULTS_BETWEEN_LOOKS: u32 = 128;
 /// How long the handler waits for the evictor to free a frame before it lets the process grow.
 const WAIT_FOR_FRAME_NS: u64 = 2_000_000;
 
