@@ -52,6 +52,8 @@ const BURIED_AT_ONCE: usize = 128;
 /// Objects moved by a step of compaction: some tens of microseconds.
 const COMPACTED_AT_ONCE: usize = 64;
 const UNSHARE_TRIES: u32 = 64;
+/// Time between two looks at which threads there are.
+const BETWEEN_THREADS_NS: u64 = 10_000_000;
 /// After this time a page that was announced to be dropped and is still there was not dropped (MADV_FREE).
 const DROPPED_FOR_S: u32 = 10;
 
@@ -74,6 +76,7 @@ pub struct Evictor {
     shared_count: usize,
     files: Option<Files>,
     looked_at_ns: u64,
+    threads_noted_ns: u64,
     cpu_ns: u64,
     /// Set in a copy of a process that was paged: it must be again before its fork returns.
     pub recover: bool,
@@ -112,6 +115,7 @@ impl Evictor {
             shared_count: 0,
             files: None,
             looked_at_ns: 0,
+            threads_noted_ns: 0,
             cpu_ns: 0,
             recover: false,
         })
@@ -177,6 +181,7 @@ impl Evictor {
             if armed && over && (look.unknown_growth > 16 || pager.exhausted.load(Acquire)) {
                 self.find_regions(pager, channel);
             }
+            self.note_threads(pager);
             if pager.armed.load(Acquire) && self.evict(pager, channel) == Evicted::More {
                 continue;
             }
@@ -286,6 +291,14 @@ impl Evictor {
             }
         }
         true
+    }
+
+    /// Learns of threads that were made behind our back, now and then: their control blocks must not leave.
+    fn note_threads(&mut self, pager: &Pager) {
+        if pager.armed.load(Acquire) && self.looked_at_ns - self.threads_noted_ns >= BETWEEN_THREADS_NS {
+            self.threads_noted_ns = self.looked_at_ns;
+            pager.note_threads();
+        }
     }
 
     /// Reads the map and registers what has come since the last time.

@@ -118,16 +118,11 @@ fn ask(pager: &Pager, until: u32) {
 pub fn serve(pager: &Pager) {
     let stage = &pager.fork_turn.stage;
     match stage.load(Acquire) {
-        FREEZE => loop {
-            let mut state = pager.state.lock();
-            if state.under_way == 0 && state.pending.is_empty() && unstage_all(pager, &mut state) {
-                pager.frozen.store(true, Release);
-                stage.store(FROZEN, Release);
-                break;
-            }
-            drop(state);
-            lock::pause();
-        },
+        FREEZE => {
+            // From here on nothing leaves: whoever comes now has just been touched.
+            pager.note_threads();
+            freeze(pager);
+        }
         THAW => {
             let mut state = pager.state.lock();
             apply_log(pager, &mut state);
@@ -137,6 +132,19 @@ pub fn serve(pager: &Pager) {
         _ => return,
     }
     lock::wake(stage);
+}
+
+fn freeze(pager: &Pager) {
+    loop {
+        let mut state = pager.state.lock();
+        if state.under_way == 0 && unstage_all(pager, &mut state) {
+            pager.frozen.store(true, Release);
+            pager.fork_turn.stage.store(FROZEN, Release);
+            return;
+        }
+        drop(state);
+        lock::pause();
+    }
 }
 
 /// Moves every staged page back to where it came from. False when an event is in the way: it must be read first.

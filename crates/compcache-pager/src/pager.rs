@@ -379,17 +379,32 @@ impl Pager {
         result
     }
 
-    /// Notes the control block of a thread of the program's: the page it lies on, and its neighbours, are never evicted.
+    /// Notes the control block of a thread of the program's, by an address in it: the page it lies on, and its
+    /// neighbours, are never evicted.
     ///
-    /// The kernel clears a word there when the thread ends, and does not wait for a pager when it does.
+    /// The kernel clears a word there when the thread ends, and does not wait for a pager when it does. And in the child
+    /// of a fork libc goes through the blocks of all threads before anybody answers faults.
     pub fn add_control_block(&self, address: usize) {
         for known in self.threads.iter() {
             match known.compare_exchange(0, address, AcqRel, Acquire) {
-                Ok(_) => return,
-                Err(there) if there == address => return,
+                Ok(_) => return touch_control_block(address),
+                Err(there) if there.abs_diff(address) < PAGE => return,
                 Err(_) => {}
             }
         }
+    }
+
+    /// Notes the control blocks of all threads there are.
+    ///
+    /// The preloaded object sees only threads that are made through it: who asks the loader for libc's own
+    /// `pthread_create` (jemalloc does) passes it by. The kernel knows every thread's list of robust futexes, and libc
+    /// keeps that in the control block.
+    pub fn note_threads(&self) {
+        process::for_each_thread(|thread| {
+            if let Some(head) = sys::robust_list_of(thread) {
+                self.add_control_block(head);
+            }
+        });
     }
 
     /// Whether an address lies near a thread's control block.
@@ -413,6 +428,13 @@ impl Pager {
     /// Memory of ours in this process, bytes, besides staging (which counts as the program's: it holds its pages).
     pub fn ours_bytes(&self, state: &State) -> u64 {
         self.store.mem_used_total_bytes() + state.table.used_bytes() + FIXED_BYTES
+    }
+}
+
+/// Brings a control block back, should it have been evicted before it was known for one. The caller holds no lock.
+fn touch_control_block(address: usize) {
+    for near in [address - PAGE, address, address + PAGE] {
+        sys::write_nothing(near & !3);
     }
 }
 

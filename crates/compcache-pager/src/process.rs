@@ -3,8 +3,9 @@
 use crate::memory::PAGE;
 use crate::pager::Pager;
 use crate::shared::Trouble;
+use core::mem::MaybeUninit;
 use rustix::fd::{BorrowedFd, OwnedFd};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Mode, OFlags, RawDir};
 
 /// Opens a file of `/proc/self`.
 pub fn open(path: &core::ffi::CStr) -> Option<OwnedFd> {
@@ -24,6 +25,19 @@ fn number(digits: &[u8]) -> Option<u64> {
     let digits = digits.strip_suffix(b"\n").unwrap_or(digits);
     (!digits.is_empty()).then_some(())?;
     digits.iter().try_fold(0u64, |value, &digit| digit.is_ascii_digit().then(|| value * 10 + u64::from(digit - b'0')))
+}
+
+/// Calls `each` with the number of every thread of this process.
+pub fn for_each_thread(mut each: impl FnMut(u32)) {
+    let Some(directory) = open(c"/proc/self/task") else { return };
+    let mut room = [MaybeUninit::uninit(); 1024];
+    let mut entries = RawDir::new(directory, &mut room);
+    while let Some(Ok(entry)) = entries.next() {
+        // Neither "." nor ".." is a number.
+        if let Some(thread) = number(entry.file_name().to_bytes()) {
+            each(thread as u32);
+        }
+    }
 }
 
 /// The processor a thread of this process last ran on.

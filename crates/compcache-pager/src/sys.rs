@@ -30,6 +30,7 @@ const SYS_CAPSET: usize = 126;
 const SYS_FUTEX: usize = 202;
 const SYS_SCHED_SETAFFINITY: usize = 203;
 const SYS_SET_ROBUST_LIST: usize = 273;
+const SYS_GET_ROBUST_LIST: usize = 274;
 const SYS_PROCESS_VM_WRITEV: usize = 311;
 const SYS_SCHED_SETATTR: usize = 314;
 const SYS_CLOSE_RANGE: usize = 436;
@@ -182,6 +183,14 @@ impl RobustList {
         // SAFETY: the structure has the kernel's layout and outlives the thread, says the caller.
         let _ = unsafe { call(SYS_SET_ROBUST_LIST, [&raw const *self as usize, size_of::<RobustList>(), 0, 0]) };
     }
+}
+
+/// Where the list of robust futexes of a thread of this process begins; `None` when it has none, or is not there.
+pub fn robust_list_of(thread: u32) -> Option<usize> {
+    let (mut head, mut len) = (0usize, 0usize);
+    // SAFETY: the kernel writes one word to each of the two places and keeps no pointer.
+    unsafe { call(SYS_GET_ROBUST_LIST, [thread as usize, &raw mut head as usize, &raw mut len as usize, 0]) }.ok()?;
+    (head != 0).then_some(head)
 }
 
 const CLONE_VM: usize = 0x100;

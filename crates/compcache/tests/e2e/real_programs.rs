@@ -238,7 +238,6 @@ fn a_parallel_make_prints_the_same() {
 }
 
 #[test]
-#[ignore = "a background save of redis (jemalloc) does not end [S40]"]
 fn redis_answers_the_same() {
     if has(&["redis-server", "redis-cli"]) {
         servers::redis();

@@ -7,8 +7,11 @@
  *   nested       a child of a child of a child
  *   exec_loop    a shell's life: fork and exec of /bin/true, again and again
  *   outlives     the parent dies at once; the child goes on and reports to the grandparent
+ *   hidden       threads that sleep, made by libc's own pthread_create, past whoever took its name (jemalloc does so)
+ *   keys         threads that sleep and have so many keys that libc keeps their values in the heap
  */
 #include "trap.h"
+#include <dlfcn.h>
 
 static void change(const struct area *area, size_t start, size_t stride, uint64_t generation)
 {
@@ -180,6 +183,89 @@ static void outlives(struct area *area)
 	area_check(area, 1);
 }
 
+/* Threads that touch their stacks no more once they are here, until they are let go. */
+enum { SLEEPERS = 8, KEYS = 40, PIECE = 2000, PIECES = 16 };
+static pthread_barrier_t asleep;
+static pthread_mutex_t door = PTHREAD_MUTEX_INITIALIZER;
+static pthread_key_t keys[KEYS];
+static unsigned char *pieces[SLEEPERS][PIECES];
+
+static void sleep_here(void)
+{
+	pthread_barrier_wait(&asleep);
+	pthread_mutex_lock(&door);
+	pthread_mutex_unlock(&door);
+}
+
+static void *sleep_only(void *argument)
+{
+	sleep_here();
+	return argument;
+}
+
+/* What libc allocates for the last key's value lies between pieces of ours. */
+static void *sleep_with_keys(void *argument)
+{
+	uintptr_t which = (uintptr_t)argument;
+	for (size_t i = 0; i < PIECES; i++) {
+		MUST((pieces[which][i] = malloc(PIECE)) != NULL);
+		memset(pieces[which][i], (int)(which * PIECES + i + 1), PIECE);
+		if (i == PIECES / 2) MUST(pthread_setspecific(keys[KEYS - 1], argument) == 0);
+	}
+	sleep_here();
+	return argument;
+}
+
+static void check_pieces(void)
+{
+	for (size_t which = 0; which < SLEEPERS; which++)
+		for (size_t i = 0; i < PIECES && pieces[which][i]; i++)
+			for (size_t byte = 0; byte < PIECE; byte++)
+				if (pieces[which][i][byte] != which * PIECES + i + 1)
+					die("WRONG BYTES in piece %zu of thread %zu (pid %d): byte %zu is %u", i, which, getpid(), byte,
+					    pieces[which][i][byte]);
+}
+
+typedef int create_function(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+
+static void sleepers(struct area *area, create_function *create, void *(*work)(void *))
+{
+	pthread_t threads[SLEEPERS];
+	MUST(pthread_barrier_init(&asleep, NULL, SLEEPERS + 1) == 0);
+	for (size_t i = 0; i < KEYS; i++) MUST(pthread_key_create(&keys[i], NULL) == 0);
+	pthread_mutex_lock(&door);
+	for (uintptr_t i = 0; i < SLEEPERS; i++) MUST(create(&threads[i], NULL, work, (void *)i) == 0);
+	pthread_barrier_wait(&asleep);
+	for (int round = 0; round < 4; round++) {
+		area_push_out(area);
+		filler_walk();
+		pid_t child = fork();
+		if (child == 0) {
+			check_pieces();
+			area_check(area, 1);
+			_exit(0);
+		}
+		must_succeed(child);
+	}
+	check_pieces();
+	area_push_out(area);
+	pthread_mutex_unlock(&door);
+	for (uintptr_t i = 0; i < SLEEPERS; i++) {
+		void *said;
+		MUST(pthread_join(threads[i], &said) == 0 && said == (void *)i);
+	}
+	area_check(area, 1);
+}
+
+/* libc's own, whatever the name means in this program. */
+static create_function *hidden_create(void)
+{
+	void *libc = dlopen("libc.so.6", RTLD_NOW | RTLD_NOLOAD);
+	void *found = libc ? dlsym(libc, "pthread_create") : NULL;
+	if (!found) lacks("pthread_create in libc.so.6");
+	return (create_function *)found;
+}
+
 int main(int argc, char **argv)
 {
 	size_t bytes = mode_is(argc, argv, "nested") || mode_is(argc, argv, "many") ? working_set() / 4 : working_set() / 2;
@@ -192,6 +278,8 @@ int main(int argc, char **argv)
 		nested(&area, 5);
 	} else if (mode_is(argc, argv, "exec_loop")) exec_loop(&area);
 	else if (mode_is(argc, argv, "outlives")) outlives(&area);
-	else die("both_sides | many | from_thread | nested | exec_loop | outlives");
+	else if (mode_is(argc, argv, "hidden")) sleepers(&area, hidden_create(), sleep_only);
+	else if (mode_is(argc, argv, "keys")) sleepers(&area, pthread_create, sleep_with_keys);
+	else die("both_sides | many | from_thread | nested | exec_loop | outlives | hidden | keys");
 	return passed();
 }
