@@ -153,7 +153,7 @@ impl Evictor {
     }
 
     fn open(&mut self, pager: &Pager) -> Option<Channel> {
-        let (maps, statm) = (process::open(c"/proc/thread-self/maps"), process::open(c"/proc/self/statm"));
+        let (maps, statm) = (process::open(c"/proc/thread-self/maps"), process::open(c"/proc/thread-self/statm"));
         let (Some(maps), Some(statm)) = (maps, statm) else {
             pager.region.note_trouble(crate::shared::Trouble::NoProc, 0);
             return None;

@@ -82,10 +82,11 @@ pub fn write_nothing(address: usize) {
 pub fn write_own_memory(address: usize, bytes: &[u8]) -> bool {
     let local = [bytes.as_ptr() as usize, bytes.len()];
     let remote = [address, bytes.len()];
-    let process = rustix::process::getpid().as_raw_nonzero().get() as usize;
+    // By the calling thread's number: a main thread that has ended has no memory.
+    let thread = rustix::thread::gettid().as_raw_nonzero().get() as usize;
     // SAFETY: process_vm_writev with one vector on each side; the caller decides what lies at the address.
     let written =
-        unsafe { call6(SYS_PROCESS_VM_WRITEV, [process, local.as_ptr() as usize, 1, remote.as_ptr() as usize, 1, 0]) };
+        unsafe { call6(SYS_PROCESS_VM_WRITEV, [thread, local.as_ptr() as usize, 1, remote.as_ptr() as usize, 1, 0]) };
     written == Ok(bytes.len())
 }
 

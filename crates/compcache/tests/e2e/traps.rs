@@ -63,7 +63,6 @@ traps! {
     closing_even_the_standard_descriptors_does_not_empty_the_memory: "closes_descriptors" ["all"];
     laying_other_files_over_all_descriptors_does_not_empty_the_memory: "closes_descriptors" ["dup2"];
 
-    #[ignore = "a process whose main thread has ended is not always paged [S41]"]
     threads_go_on_when_the_main_thread_ends: "main_thread_ends" [];
     threads_that_come_and_go_are_joined: "thread_churn" ["churn"];
     threads_whose_stacks_are_cold_are_joined: "thread_churn" ["cold"];
