@@ -83,14 +83,15 @@ impl ForkLog {
 /// Before a fork, in the thread that forks.
 ///
 /// The descriptors are in a file table that this thread does not have, so the evictor does what is to be done; this
-/// thread asks for it and waits.
-pub fn prepare(pager: &Pager) {
+/// thread asks for it and waits. Returns whether anything may be evicted: then what is touched in the child before its
+/// handler must be touched now.
+pub fn prepare(pager: &Pager) -> bool {
     pager.fork_turn.turn.hold();
     if !pager.armed.load(Acquire) {
         // No fault of ours can happen: nothing is registered, and nothing will be while the lock is held.
         pager.state.hold();
         if !pager.armed.load(Acquire) {
-            return;
+            return false;
         }
         // SAFETY: held just above.
         unsafe { pager.state.free_held() };
@@ -99,6 +100,7 @@ pub fn prepare(pager: &Pager) {
     ask(pager, IDLE);
     stage.store(FREEZE, Release);
     ask(pager, FROZEN);
+    true
 }
 
 /// Rings for the evictor until it has brought the stage to `until`.

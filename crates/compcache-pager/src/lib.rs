@@ -55,3 +55,4 @@ mod table;
 mod uffd;
 
 pub use process::abort;
+pub use sys::read_own_memory;

@@ -31,6 +31,7 @@ const SYS_FUTEX: usize = 202;
 const SYS_SCHED_SETAFFINITY: usize = 203;
 const SYS_SET_ROBUST_LIST: usize = 273;
 const SYS_GET_ROBUST_LIST: usize = 274;
+const SYS_PROCESS_VM_READV: usize = 310;
 const SYS_PROCESS_VM_WRITEV: usize = 311;
 const SYS_SCHED_SETATTR: usize = 314;
 const SYS_CLOSE_RANGE: usize = 436;
@@ -80,14 +81,27 @@ pub fn write_nothing(address: usize) {
 
 /// Writes to an address of this process that may not be there. False when it is not, or is read-only.
 pub fn write_own_memory(address: usize, bytes: &[u8]) -> bool {
-    let local = [bytes.as_ptr() as usize, bytes.len()];
-    let remote = [address, bytes.len()];
+    // SAFETY: the kernel only reads the local side; the caller decides what lies at the address.
+    unsafe { transfer(SYS_PROCESS_VM_WRITEV, bytes.as_ptr() as usize, address, bytes.len()) }
+}
+
+/// Reads from an address of this process that may not be there. False when it is not. What is evicted comes back.
+pub fn read_own_memory(address: usize, bytes: &mut [u8]) -> bool {
+    // SAFETY: the local side is the caller's to write to.
+    unsafe { transfer(SYS_PROCESS_VM_READV, bytes.as_mut_ptr() as usize, address, bytes.len()) }
+}
+
+/// process_vm_readv or process_vm_writev with one vector on each side.
+///
+/// # Safety
+/// As that call's, for `len` bytes at `local`.
+unsafe fn transfer(number: usize, local: usize, address: usize, len: usize) -> bool {
+    let (local, remote) = ([local, len], [address, len]);
     // By the calling thread's number: a main thread that has ended has no memory.
     let thread = rustix::thread::gettid().as_raw_nonzero().get() as usize;
-    // SAFETY: process_vm_writev with one vector on each side; the caller decides what lies at the address.
-    let written =
-        unsafe { call6(SYS_PROCESS_VM_WRITEV, [thread, local.as_ptr() as usize, 1, remote.as_ptr() as usize, 1, 0]) };
-    written == Ok(bytes.len())
+    let vectors = [thread, local.as_ptr() as usize, 1, remote.as_ptr() as usize, 1, 0];
+    // SAFETY: the vectors live over the call; the caller answers for what they name.
+    unsafe { call6(number, vectors) == Ok(len) }
 }
 
 /// `ioctl(fd, request, argument)`.

@@ -9,7 +9,10 @@
 
 #![no_std]
 
+extern crate alloc;
+
 mod libc;
+mod threads;
 
 use compcache_pager::fork;
 use compcache_pager::memory::SetupHeap;
@@ -56,6 +59,7 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
     match Pager::new(region) {
         Ok(pager) => {
             PAGER.store(core::ptr::from_ref(pager).cast_mut(), Release);
+            threads::learn();
             libc::register_fork_handlers(before_fork, after_fork_in_parent, after_fork_in_child);
             if let Err(trouble) = pager.start() {
                 region.note_trouble(trouble, 0);
@@ -109,10 +113,12 @@ fn map_region(path: &CStr) -> Option<&'static Region> {
 }
 
 extern "C" fn before_fork() {
-    if let Some(pager) = pager() {
-        fork::prepare(pager);
+    if let Some(pager) = pager()
+        && fork::prepare(pager)
+    {
         // What libc touches in the child before its handlers run must be there.
         libc::touch_streams();
+        threads::touch_all();
     }
 }
 

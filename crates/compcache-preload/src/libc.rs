@@ -65,10 +65,15 @@ pub fn real_mlockall() -> Option<unsafe extern "C" fn(c_int) -> c_int> {
 /// The symbol of this name in the objects after this one; looked up once.
 fn next(found: &AtomicPtr<c_void>, name: &CStr) -> *mut c_void {
     if found.load(Relaxed).is_null() {
-        // SAFETY: a look-up by a name that ends with a zero.
-        found.store(unsafe { dlsym(RTLD_NEXT, name.as_ptr()) }, Relaxed);
+        found.store(symbol(name), Relaxed);
     }
     found.load(Relaxed)
+}
+
+/// The symbol of this name in the objects after this one; null when there is none.
+pub fn symbol(name: &CStr) -> *mut c_void {
+    // SAFETY: a look-up by a name that ends with a zero.
+    unsafe { dlsym(RTLD_NEXT, name.as_ptr()) }
 }
 
 /// Touches every open stream and its lock: in the child of a fork libc resets them before it calls handlers.

@@ -76,6 +76,7 @@ traps! {
     fork_and_exec_in_a_loop_does_no_harm: "forks" ["exec_loop"];
     a_child_outlives_a_parent_that_was_killed: "forks" ["outlives"];
     a_fork_with_threads_made_behind_our_back_has_right_memory: "forks" ["hidden"];
+    a_fork_with_threads_that_have_many_keys_has_right_memory: "forks" ["keys"];
 
     vfork_and_exec_read_their_arguments_from_cold_memory: "spawns" ["vfork"];
     fork_and_exec_read_their_arguments_from_cold_memory: "spawns" ["fork"];
