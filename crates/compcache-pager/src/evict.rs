@@ -136,6 +136,9 @@ impl Evictor {
             lock::wait(&pager.bell, seen, Some(FIRST_NAP_NS));
         }
         pager.claim_slot();
+        if self.recover {
+            self.forget_wiped(pager);
+        }
         let opened = self.open(pager);
         sys::drop_capabilities();
         if core::mem::take(&mut self.recover) {
@@ -158,6 +161,7 @@ impl Evictor {
             pager.region.note_trouble(crate::shared::Trouble::NoProc, 0);
             return None;
         };
+        let (maps, statm) = (process::out_of_the_way(maps), process::out_of_the_way(statm));
         self.files = Some(Files { maps, statm });
         match pager.open_channel() {
             Ok(channel) => Some(channel),
@@ -249,6 +253,16 @@ impl Evictor {
         true
     }
 
+    /// In a copy of the process: what it finds empty (MADV_WIPEONFORK) must not come back. Before anything is opened that
+    /// stays open: a limit may allow few descriptors.
+    pub fn forget_wiped(&mut self, pager: &Pager) {
+        let Some(smaps) = process::open(c"/proc/thread-self/smaps") else { return };
+        let mut state = pager.state.lock();
+        maps::for_each_wiped(smaps.as_fd(), &mut self.maps, |mapping| {
+            events::forget_contents(pager, &mut state, mapping.start..mapping.end);
+        });
+    }
+
     /// In a copy of the process: registers again what was registered in the parent, with all that is stored of it.
     ///
     /// The program's only thread waits in fork meanwhile, so the map does not change.
@@ -266,11 +280,6 @@ impl Evictor {
             return false;
         }
         let mut state = pager.state.lock();
-        if let Some(smaps) = process::open(c"/proc/thread-self/smaps") {
-            maps::for_each_wiped(smaps.as_fd(), &mut self.maps, |mapping| {
-                events::forget_contents(pager, &mut state, mapping.start..mapping.end);
-            });
-        }
         let mut at = 0;
         while let Some(region) = state.regions.at_or_after(at) {
             at = region.end;

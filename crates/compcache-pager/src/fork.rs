@@ -139,7 +139,7 @@ pub fn serve(pager: &Pager) {
 fn freeze(pager: &Pager) {
     loop {
         let mut state = pager.state.lock();
-        if state.under_way == 0 && unstage_all(pager, &mut state) {
+        if state.under_way == 0 && state.pending.is_empty() && unstage_all(pager, &mut state) {
             pager.frozen.store(true, Release);
             pager.fork_turn.stage.store(FROZEN, Release);
             return;
@@ -249,6 +249,7 @@ pub unsafe fn child(pager: &'static Pager) {
     if pager.start().is_err() {
         pager.region.note_trouble(Trouble::NoThread, 0);
         if was_armed {
+            evictor.forget_wiped(pager);
             restore_all(pager, &mut evictor.worker);
         }
         return;

@@ -33,7 +33,7 @@ use crate::shared::{ProcessSlot, Region, RunCodec, Trouble};
 use crate::staging::{GROUP, GROUPS_MAX, Staging};
 use crate::sys::{self, Errno, Files, RobustList};
 use crate::table::PageTable;
-use crate::uffd::Uffd;
+use crate::uffd::{Features, Uffd};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use compcache_store::{Codec, Pool, PoolConfig, Store, StoreConfig, Worker};
@@ -345,16 +345,28 @@ impl Pager {
     /// Opens the descriptors and decides the way of eviction.
     pub fn open_channel(&self) -> Result<Channel, (Trouble, Errno)> {
         let (uffd, features) = Uffd::open(true).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
-        let (quiet, _) = Uffd::open(false).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
+        let channel = self.open_beside(uffd, features).inspect_err(|_| uffd.close())?;
+        *self.channel.lock() = Some(channel);
+        Ok(channel)
+    }
+
+    /// What a channel has besides its first descriptor. Whatever fails, nothing more stays open.
+    fn open_beside(&self, uffd: Uffd, features: Features) -> Result<Channel, (Trouble, Errno)> {
         if !features.moves {
             return Err((Trouble::NoEvictionWay, Errno(0)));
         }
+        let pagemap = process::open(c"/proc/thread-self/pagemap").ok_or((Trouble::NoProc, Errno(0)))?;
+        let pagemap = process::out_of_the_way(pagemap);
+        let (quiet, _) = Uffd::open(false).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
+        // The news of a fork comes with a descriptor: without room for one it could never be read.
+        let room = rustix::io::fcntl_dupfd_cloexec(&pagemap, 0).map_err(|errno| Errno(errno.raw_os_error()));
         // Frames that are given back cause no events; and nothing is announced before the first range is registered.
-        quiet.register(self.morgue_start, MORGUE_BYTES).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
-        let pagemap = process::open(c"/proc/thread-self/pagemap").ok_or((Trouble::NoProc, Errno(0)))?.into_raw_fd();
-        let channel = Channel { pagemap, uffd, quiet, gate: self.staging_start + FRAMES_BYTES };
-        *self.channel.lock() = Some(channel);
-        Ok(channel)
+        let ready = room.and_then(|_| quiet.register(self.morgue_start, MORGUE_BYTES));
+        ready.map_err(|errno| {
+            quiet.close();
+            (Trouble::NoUserfaultfd, errno)
+        })?;
+        Ok(Channel { pagemap: pagemap.into_raw_fd(), uffd, quiet, gate: self.staging_start + FRAMES_BYTES })
     }
 
     /// Runs `lock`, which locks all memory of the process (mlockall): what is evicted comes back to be locked, and staging

@@ -12,6 +12,18 @@ pub fn open(path: &core::ffi::CStr) -> Option<OwnedFd> {
     rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()
 }
 
+/// Gives a descriptor that stays open a high number, where that is allowed.
+///
+/// A limit on descriptors is one on their numbers, and the program may lower it at any time. The low ones are then left
+/// for what comes and goes: above all for the descriptor that the kernel hands over with the news of a fork, without
+/// which neither that news nor any after it can be read.
+pub fn out_of_the_way(descriptor: OwnedFd) -> OwnedFd {
+    rustix::io::fcntl_dupfd_cloexec(&descriptor, KEPT_FROM).unwrap_or(descriptor)
+}
+
+/// Kept descriptors are numbered from here: below what makes the kernel enlarge its table.
+const KEPT_FROM: i32 = 32;
+
 /// Resident anonymous memory, pages: `/proc/self/statm`, resident less shared.
 pub fn anonymous_pages(statm: BorrowedFd<'_>) -> Option<u64> {
     let mut text = [0u8; 128];

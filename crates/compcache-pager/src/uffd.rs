@@ -83,19 +83,21 @@ impl Uffd {
             rustix::mm::userfaultfd(rustix::mm::UserfaultfdFlags::CLOEXEC | rustix::mm::UserfaultfdFlags::NONBLOCK)
         };
         match direct {
-            Ok(fd) => Ok(Uffd { fd: fd.into_raw_fd() }),
+            Ok(fd) => Ok(Uffd { fd: crate::process::out_of_the_way(fd).into_raw_fd() }),
             Err(refused) => Self::open_device().ok_or(Errno(refused.raw_os_error())),
         }
     }
 
     fn open_device() -> Option<Uffd> {
-        use rustix::fd::AsRawFd;
+        use rustix::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
         let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
         let device = rustix::fs::open(c"/dev/userfaultfd", flags, rustix::fs::Mode::empty()).ok()?;
         // SAFETY: USERFAULTFD_IOC_NEW takes flags by value; see `ioctl_value`.
         let fd =
             unsafe { sys::ioctl_value(device.as_raw_fd(), USERFAULTFD_IOC_NEW, (O_NONBLOCK | O_CLOEXEC) as usize) };
-        Some(Uffd { fd: fd.ok()? as i32 })
+        // SAFETY: a descriptor made just now, which is nobody else's.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd.ok()? as i32) };
+        Some(Uffd { fd: crate::process::out_of_the_way(fd).into_raw_fd() })
     }
 
     /// Takes over a descriptor that came with a fork event.

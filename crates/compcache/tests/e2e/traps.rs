@@ -170,7 +170,6 @@ traps! {
 
     a_limit_on_address_space_does_not_stop_the_pager: "limits" ["as"];
     a_limit_on_data_does_not_stop_the_pager: "limits" ["data"];
-    #[ignore = "a fork under RLIMIT_NOFILE of a handful leaves the child without a pager [S35]"]
     a_limit_on_descriptors_does_not_stop_the_pager: "limits" ["files"];
     a_limit_on_locked_memory_does_not_stop_the_pager: "limits" ["memlock"];
     a_limit_on_processes_does_not_stop_the_pager: "limits" ["processes"];
