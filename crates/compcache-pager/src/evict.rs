@@ -46,9 +46,11 @@ const SCAN_BYTES: usize = 16 << 20;
 const RUNS_MAX: usize = 128;
 const SHARED_MAX: usize = 64;
 /// Groups moved out or compressed before the process is measured again: about two milliseconds.
-const STEPS_BETWEEN_LOOKS: u32 = 64;
+const STEPS_BETWEEN_LOOKS: u32 = 32;
+/// Calls that move pages out under one hold of the lock: where each moves one page, a call takes as long as three faults.
+const MOVES_AT_ONCE: u32 = 64;
 /// Garbage frames given back with one call.
-const BURIED_AT_ONCE: usize = 128;
+const BURIED_AT_ONCE: usize = 256;
 /// Objects moved by a step of compaction: some tens of microseconds.
 const COMPACTED_AT_ONCE: usize = 64;
 const UNSHARE_TRIES: u32 = 64;
@@ -68,6 +70,8 @@ pub struct Evictor {
     run_count: usize,
     /// What is left of the run under the hand.
     rest: Range<usize>,
+    /// The group that is being filled, in no list.
+    open: Option<usize>,
     /// The map's generation when `runs` was filled.
     generation: u64,
     hand: usize,
@@ -109,6 +113,7 @@ impl Evictor {
             run: 0,
             run_count: 0,
             rest: 0..0,
+            open: None,
             generation: 0,
             hand: 0,
             shared: [0; SHARED_MAX],
@@ -124,6 +129,7 @@ impl Evictor {
     /// Forgets what a parent's evictor was in the middle of. Its descriptors were the parent's.
     pub fn reset(&mut self) {
         core::mem::forget(self.files.take());
+        self.open = None;
         (self.run, self.run_count, self.rest) = (0, 0, 0..0);
         self.cpu_ns = 0;
     }
@@ -175,6 +181,7 @@ impl Evictor {
     /// Looks, and evicts what is too much; returns how long to sleep.
     fn tick(&mut self, pager: &'static Pager, channel: &Channel) -> u64 {
         loop {
+            self.close_group(&mut pager.state.lock());
             fork::serve(pager);
             let Some(look) = self.look(pager) else { return NAP_MAX_NS };
             let over = look.over_pages > 0;
@@ -242,7 +249,7 @@ impl Evictor {
             return false;
         }
         let limit_bytes = state.limit_pages as usize * PAGE;
-        let groups = (limit_bytes / (GROUP * PAGE) / 20).clamp(24, GROUPS_MAX);
+        let groups = (limit_bytes / (GROUP * PAGE) / 20).clamp(6, GROUPS_MAX);
         state.staging.reset(pager.staging_start, groups);
         let staging = pager.staging_start..pager.staging_start + STAGING_BYTES;
         if !register_patiently(channel, staging) || !channel.make_gate() || pager.start_handler().is_err() {
@@ -347,7 +354,10 @@ impl Evictor {
     fn evict(&mut self, pager: &Pager, channel: &Channel) -> Evicted {
         let (mut fruitless, mut unshared, mut evicting) = (0, 0, false);
         for _ in 0..STEPS_BETWEEN_LOOKS {
-            fork::serve(pager);
+            if fork::asks(pager) {
+                self.close_group(&mut pager.state.lock());
+                fork::serve(pager);
+            }
             pager.turn.let_go_first();
             let mut state = pager.state.lock();
             if pager.frozen.load(Acquire) {
@@ -401,7 +411,7 @@ impl Evictor {
     /// Compresses the group that has been staged longest. False when none is.
     fn compress_oldest(&mut self, pager: &Pager, mut state: Guard<'_, Box<State>>) -> bool {
         let Some(group) = state.staging.staged.pop() else { return false };
-        drop(compress_group(pager, state, &mut self.worker, group));
+        drop(compress_group(pager, state, &mut self.worker, group, GROUP));
         pager.tell_progress();
         true
     }
@@ -422,7 +432,7 @@ impl Evictor {
         let mut groups = [0; BURIED_AT_ONCE / GROUP];
         let count = state.staging.take_garbage(&mut groups);
         let groups = &groups[..count];
-        let mut left = [0u16; BURIED_AT_ONCE / GROUP];
+        let mut left = [0u64; BURIED_AT_ONCE / GROUP];
         for (left, &group) in left.iter_mut().zip(groups) {
             *left = state.staging.groups[group].present;
         }
@@ -437,7 +447,7 @@ impl Evictor {
                 let target = pager.morgue_start + buried * PAGE;
                 let (moved, _) = channel.move_pages(channel.quiet, target, source, run.len() * PAGE);
                 let moved = moved / PAGE;
-                *left &= !(((1u32 << moved) - 1) << run.start) as u16;
+                *left &= !(bits(moved) << run.start);
                 buried += moved;
                 from = run.end;
             }
@@ -467,11 +477,12 @@ impl Evictor {
         if !state.pending.is_empty() {
             return Filled::EventPending;
         }
-        let Some(group) = state.staging.empty.pop() else { return Filled::Nothing };
-        let mut filled = 0;
+        let Some(group) = self.open.take().or_else(|| state.staging.empty.pop()) else { return Filled::Nothing };
+        let before = state.staging.groups[group].filled as usize;
+        let mut filled = before;
         let mut outcome = Filled::Nothing;
-        let mut wrapped = 0;
-        while filled < GROUP {
+        let (mut wrapped, mut moves) = (0, 0);
+        while filled < GROUP && moves < MOVES_AT_ONCE {
             if !self.next_run(channel, state, &mut wrapped) {
                 break;
             }
@@ -486,6 +497,7 @@ impl Evictor {
             let moved = moved / PAGE;
             note_staged(pager, state, cold.start, frame, moved);
             filled += moved;
+            moves += 1;
             match error {
                 None => {}
                 // Stopped half-way, for a reason that the next try will name.
@@ -498,13 +510,27 @@ impl Evictor {
                 Some(errno) => self.pass_over(state, cold.start + moved * PAGE, errno),
             }
         }
-        if filled == 0 {
+        state.staging.groups[group].filled = filled as u8;
+        let gained = filled > before;
+        if filled < GROUP && gained {
+            self.open = Some(group);
+        } else if filled > 0 {
+            state.staging.staged.push(group);
+        } else {
             state.staging.empty.push(group);
+        }
+        if !gained {
             return outcome;
         }
-        state.staging.staged.push(group);
         pager.exhausted.store(false, Release);
         Filled::Some
+    }
+
+    /// What is in the group that is being filled is staged, full or not.
+    fn close_group(&mut self, state: &mut State) {
+        if let Some(group) = self.open.take() {
+            state.staging.staged.push(group);
+        }
     }
 
     /// Sees to it that there is something in `rest`: what is left of a run of present pages, or the next run. False when
@@ -632,13 +658,16 @@ fn note_staged(pager: &Pager, state: &mut State, start: usize, frame: Frame, pag
     }
 }
 
+/// The lowest `count` bits; at most 63 when they are to be shifted.
+fn bits(count: usize) -> u64 {
+    if count < 64 { (1 << count) - 1 } else { u64::MAX }
+}
+
 /// The first run of set bits of `bits` at or after `from`.
-fn next_run_of_bits(bits: u16, from: usize) -> Option<Range<usize>> {
-    let rest = u32::from(bits) >> from;
-    (rest != 0).then(|| {
-        let start = from + rest.trailing_zeros() as usize;
-        start..start + (u32::from(bits) >> start).trailing_ones() as usize
-    })
+fn next_run_of_bits(bits: u64, from: usize) -> Option<Range<usize>> {
+    let rest = bits.checked_shr(from as u32).filter(|&rest| rest != 0)?;
+    let start = from + rest.trailing_zeros() as usize;
+    Some(start..start + (bits >> start).trailing_ones() as usize)
 }
 
 fn drop_pages(state: &mut State, pages: u64) {
@@ -647,7 +676,7 @@ fn drop_pages(state: &mut State, pages: u64) {
     state.resident_pages -= (pages - from_grown).min(state.resident_pages);
 }
 
-/// Compresses the pages of a group that are still staged. Both threads do this, each with its own worker.
+/// Compresses the pages of a group that are still staged, `most` at most. Both threads do this, each with its own worker.
 ///
 /// The lock is released while the codec works: a fault on such a page copies it from its frame, and we notice.
 pub fn compress_group<'a>(
@@ -655,11 +684,15 @@ pub fn compress_group<'a>(
     mut state: Guard<'a, Box<State>>,
     worker: &mut Worker,
     group: usize,
+    most: usize,
 ) -> Guard<'a, Box<State>> {
     let present = state.staging.groups[group].present;
     let pages = state.staging.groups[group].pages;
-    let mut taken = 0u16;
+    let mut taken = 0u64;
     for place in (0..GROUP).filter(|place| present >> place & 1 == 1) {
+        if taken.count_ones() as usize == most {
+            break;
+        }
         let (page, frame) = (pages[place], (group * GROUP + place) as Frame);
         let word = state.table.get(page);
         if word.phase() == Phase::Staged && word.payload() == frame {
@@ -670,14 +703,14 @@ pub fn compress_group<'a>(
     state.under_way += 1;
     let first = process::page_of(state.staging.address((group * GROUP) as Frame));
     drop(state);
-    let mut stored = 0u16;
+    let mut stored = 0u64;
     for place in (0..GROUP).filter(|place| taken >> place & 1 == 1) {
         // SAFETY: the frame is present and nobody writes to it: it leaves staging only when the group is released below.
         let contents = unsafe { &*(((first as usize + place) * PAGE) as *const compcache_store::Page) };
         // Under the frame's own number: what is stored under the page's changes under the lock only, for the page may
         // be taken away, and another one moved to its place, while the codec works.
         let written = pager.pool.write(worker, PageIndex(first + place as u64), contents);
-        stored |= u16::from(written.is_ok()) << place;
+        stored |= u64::from(written.is_ok()) << place;
     }
     let mut state = pager.state.lock();
     state.under_way -= 1;
@@ -686,7 +719,7 @@ pub fn compress_group<'a>(
 }
 
 /// What compressing a group came to: pages stored, pages that went another way meanwhile, pages the pool refused.
-fn settle_group(pager: &Pager, state: &mut State, group: usize, taken: u16, stored: u16) {
+fn settle_group(pager: &Pager, state: &mut State, group: usize, taken: u64, stored: u64) {
     // As they are called now: a page may have been moved meanwhile.
     let pages = state.staging.groups[group].pages;
     let clock = (state.eviction_clock >> 6) as u32 & 0xff_ffff;

@@ -116,6 +116,11 @@ fn ask(pager: &Pager, until: u32) {
     }
 }
 
+/// Whether a fork asks for something.
+pub fn asks(pager: &Pager) -> bool {
+    matches!(pager.fork_turn.stage.load(Acquire), FREEZE | THAW)
+}
+
 /// Called by the evictor whenever it is between two things: does what a fork has asked for.
 pub fn serve(pager: &Pager) {
     let stage = &pager.fork_turn.stage;
