@@ -189,7 +189,8 @@ impl Evictor {
             if over && !armed && !self.arm(pager, channel) {
                 return NAP_MAX_NS;
             }
-            if armed && over && (look.unknown_growth > 16 || pager.exhausted.load(Acquire)) {
+            let has_more = over && (look.unknown_growth > 16 || pager.exhausted.load(Acquire));
+            if armed && (has_more || pager.kept_unregistered.swap(false, AcqRel)) {
                 self.find_regions(pager, channel);
             }
             self.note_threads(pager);
@@ -244,6 +245,7 @@ impl Evictor {
     }
 
     fn start_handler(&mut self, pager: &'static Pager, channel: &Channel) -> bool {
+        let Some(_nobody_forks) = pager.fork_turn.try_take() else { return false };
         let mut state = pager.state.lock();
         if pager.frozen.load(Acquire) {
             return false;
@@ -624,7 +626,7 @@ enum Filled {
 fn is_cold(pager: &Pager, state: &mut State, address: usize) -> bool {
     let page = process::page_of(address);
     let word = state.table.get(page);
-    if state.loading.contains(&page) {
+    if state.loading.contains(&page) || state.kept.containing(address).is_some() {
         return false;
     }
     match word.phase() {

@@ -17,14 +17,14 @@
 //! with CAP_SYS_PTRACE): all its evicted pages are brought to it at once, and it goes on unpaged.
 
 use crate::events::EventLog;
-use crate::lock::{self, Mutex};
+use crate::lock::{self, Guard, Mutex};
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State};
 use crate::shared::Trouble;
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
 use crate::uffd::{Message, Uffd};
-use crate::{events, process};
+use crate::{events, process, sys};
 use compcache_store::{Page, PageIndex, Read, Worker};
 use core::ops::Range;
 use core::sync::atomic::{AtomicU32, Ordering::*};
@@ -45,6 +45,8 @@ const IDLE: u32 = 0;
 const FREEZE: u32 = 1;
 const FROZEN: u32 = 2;
 const THAW: u32 = 3;
+// What another thread of the program's asks of the evictor while nobody forks.
+const KEEP: u32 = 4;
 
 impl Default for ForkTurn {
     fn default() -> Self {
@@ -56,6 +58,12 @@ impl ForkTurn {
     /// Nobody forks.
     pub const fn new() -> Self {
         ForkTurn { turn: Mutex::new(()), stage: AtomicU32::new(IDLE), recovered: AtomicU32::new(WAITING) }
+    }
+
+    /// Keeps everybody from forking, if nobody does already. For the evictor before it starts to page: whoever has the
+    /// turn and finds that nothing is registered can rely on it.
+    pub(crate) fn try_take(&self) -> Option<Guard<'_, ()>> {
+        self.turn.try_lock()
     }
 }
 
@@ -116,12 +124,35 @@ fn ask(pager: &Pager, until: u32) {
     }
 }
 
-/// Whether a fork asks for something.
+/// Whether a thread of the program's asks for something.
 pub fn asks(pager: &Pager) -> bool {
-    matches!(pager.fork_turn.stage.load(Acquire), FREEZE | THAW)
+    matches!(pager.fork_turn.stage.load(Acquire), FREEZE | THAW | KEEP)
 }
 
-/// Called by the evictor whenever it is between two things: does what a fork has asked for.
+/// Runs `work` in a thread of the program's while nobody forks. No signal comes meanwhile: its handler might fork.
+///
+/// A copy of the process that has no pager has nobody to exclude, and its turn may be held by a thread it does not have.
+pub(crate) fn while_nobody_forks<T>(pager: &Pager, work: impl FnOnce() -> T) -> T {
+    if !pager.has_threads().load(Acquire) {
+        return work();
+    }
+    let before = sys::block_signals();
+    pager.fork_turn.turn.hold();
+    let result = work();
+    // SAFETY: held just above, in this thread.
+    unsafe { pager.fork_turn.turn.free_held() };
+    sys::restore_signals(before);
+    result
+}
+
+/// Has the evictor carry out the request of [`crate::keep`]. Only within [`while_nobody_forks`].
+pub(crate) fn ask_to_keep(pager: &Pager) {
+    ask(pager, IDLE);
+    pager.fork_turn.stage.store(KEEP, Release);
+    ask(pager, IDLE);
+}
+
+/// Called by the evictor whenever it is between two things: does what a thread of the program's has asked for.
 pub fn serve(pager: &Pager) {
     let stage = &pager.fork_turn.stage;
     match stage.load(Acquire) {
@@ -134,6 +165,10 @@ pub fn serve(pager: &Pager) {
             let mut state = pager.state.lock();
             apply_log(pager, &mut state);
             pager.frozen.store(false, Release);
+            stage.store(IDLE, Release);
+        }
+        KEEP => {
+            crate::keep::carry_out(pager);
             stage.store(IDLE, Release);
         }
         _ => return,

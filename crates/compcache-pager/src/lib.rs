@@ -10,6 +10,7 @@
 //! | `fault`    | the handler: faults and events                                            |
 //! | `events`   | munmap, mremap, madvise, applied to what is kept                          |
 //! | `fork`     | copies of the process                                                     |
+//! | `keep`     | pages that may not leave                                                  |
 //! | `streams`  | read-ahead                                                                |
 //! | `table`, `staging`, `regions` | what is known of pages, frames and ranges; no system calls |
 //! | `maps`, `scan`, `process`, `uffd`, `sys`, `memory`, `lock` | the kernel's interfaces, without libc |
@@ -33,6 +34,7 @@ mod evict;
 mod fault;
 #[allow(unsafe_code, reason = "frees locks of threads that a copy does not have")]
 pub mod fork;
+mod keep;
 #[allow(unsafe_code, reason = "is a lock")]
 mod lock;
 mod maps;

@@ -99,6 +99,11 @@ impl<T> Mutex<T> {
         Guard { mutex: self }
     }
 
+    /// Takes the lock if it is free.
+    pub fn try_lock(&self) -> Option<Guard<'_, T>> {
+        self.word.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok().then(|| Guard { mutex: self })
+    }
+
     #[cold]
     fn lock_contended(&self) {
         for _ in 0..SPINS {
@@ -160,5 +165,19 @@ impl<T> Drop for Guard<'_, T> {
         if self.mutex.word.swap(FREE, Release) == CONTENDED {
             let _ = futex::wake(&self.mutex.word, futex::Flags::PRIVATE, 1);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_is_held_is_not_taken_and_stays_held() {
+        let mutex = Mutex::new(1);
+        let held = mutex.try_lock().unwrap();
+        assert!(mutex.try_lock().is_none() && mutex.try_lock().is_none());
+        drop(held);
+        assert_eq!(*mutex.try_lock().unwrap(), 1);
     }
 }

@@ -24,6 +24,7 @@ use crate::events::EventLog;
 use crate::evict::Evictor;
 use crate::fault::Handler;
 use crate::fork::{self, ForkLog, ForkTurn};
+use crate::keep::KeepRequest;
 use crate::lock::{self, Mutex, Turn};
 use crate::memory::{self, PAGE};
 use crate::process;
@@ -46,6 +47,8 @@ use rustix::fd::{BorrowedFd, IntoRawFd};
 pub const REGIONS_MAX: usize = 16384;
 /// Ranges that are never registered.
 pub const EXCLUDED_MAX: usize = 1024;
+/// Ranges of pages that are left where they are; with more of them, neighbours are joined.
+pub const KEPT_MAX: usize = 4096;
 /// Threads whose control blocks are known.
 pub const THREADS_MAX: usize = 4096;
 /// Events of several threads at one time.
@@ -64,6 +67,8 @@ pub struct State {
     pub(crate) staging: Staging,
     /// Registered with the userfaultfd.
     pub(crate) regions: Ranges<REGIONS_MAX>,
+    /// Pages that may not leave: [`crate::keep`].
+    pub(crate) kept: Ranges<KEPT_MAX>,
     /// Grows when a range is unmapped or moved: what was learnt of the map before is void.
     pub(crate) generation: u64,
     /// What the process held when last measured, pages, without ours.
@@ -192,6 +197,11 @@ pub struct Pager {
     pub(crate) threads: Box<[AtomicUsize; THREADS_MAX]>,
     pub(crate) slot: AtomicUsize,
     pub(crate) fork_turn: ForkTurn,
+    pub(crate) keep_request: KeepRequest,
+    /// Pages are kept whose unmapping would not be announced yet.
+    pub(crate) kept_unregistered: AtomicBool,
+    /// A word that is zero in a copy of the process until the copy has threads of ours.
+    has_threads: *const AtomicBool,
     pub(crate) staging_start: usize,
     pub(crate) morgue_start: usize,
     stacks: [*mut u8; 2],
@@ -258,20 +268,25 @@ impl Pager {
             threads,
             slot: AtomicUsize::new(0),
             fork_turn: ForkTurn::new(),
+            keep_request: KeepRequest::new(),
+            kept_unregistered: AtomicBool::new(false),
+            has_threads: memory::map(PAGE).map_err(no_memory)?.cast_const().cast(),
             staging_start: memory::map(STAGING_BYTES).map_err(no_memory)? as usize,
             morgue_start: memory::map(MORGUE_BYTES).map_err(no_memory)? as usize,
             stacks: [memory::map(STACK_BYTES).map_err(no_memory)?, memory::map(STACK_BYTES).map_err(no_memory)?],
             robust: Box::into_raw(Box::new(RobustList::empty())),
         };
         let pager = Box::leak(Box::new(pager));
-        pager.wipe_staging_in_copies();
+        pager.wipe_in_copies();
         pager.note_what_is_mapped();
         Ok(pager)
     }
 
-    /// A copy of the process gets empty staging ranges: the frames in them are this process's.
-    fn wipe_staging_in_copies(&self) {
-        for (start, len) in [(self.staging_start, STAGING_BYTES), (self.morgue_start, MORGUE_BYTES)] {
+    /// A copy of the process gets empty staging ranges: the frames in them are this process's. And it has no threads of
+    /// ours.
+    fn wipe_in_copies(&self) {
+        let staging = (self.staging_start, STAGING_BYTES);
+        for (start, len) in [staging, (self.morgue_start, MORGUE_BYTES), (self.has_threads as usize, PAGE)] {
             // SAFETY: the range is the pager's own, and empty.
             let _ = unsafe { rustix::mm::madvise(start as *mut c_void, len, rustix::mm::Advice::LinuxWipeOnFork) };
         }
@@ -296,7 +311,15 @@ impl Pager {
 
     /// Starts the evictor.
     pub fn start(&'static self) -> Result<(), Trouble> {
-        self.start_thread(0, Files::Own, evictor_entry)
+        self.start_thread(0, Files::Own, evictor_entry)?;
+        self.has_threads().store(true, Release);
+        Ok(())
+    }
+
+    /// Whether this process has an evictor: a copy made without fork handlers has none.
+    pub(crate) fn has_threads(&self) -> &AtomicBool {
+        // SAFETY: a word in a page of the pager's own, mapped as long as the process lives.
+        unsafe { &*self.has_threads }
     }
 
     /// Starts the handler, from the evictor, whose descriptors it shares.

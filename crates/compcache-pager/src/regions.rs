@@ -73,6 +73,45 @@ impl<const N: usize> Ranges<N> {
         true
     }
 
+    /// Adds a range, and more if it must: when the list is full it is joined with the nearest other range, and so are the
+    /// addresses between them.
+    pub fn add_at_least(&mut self, range: Range<usize>) {
+        if self.add(range.clone()) {
+            return;
+        }
+        let place = self.place(range.start);
+        let gap_above = self.list[..self.len].get(place).map(|&(start, _)| start - range.end);
+        let gap_below = place.checked_sub(1).map(|below| range.start - self.list[below].1);
+        let joined = if gap_below.is_none_or(|below| gap_above.is_some_and(|above| above < below)) {
+            range.start..self.list[place].0
+        } else {
+            self.list[place - 1].1..range.end
+        };
+        self.add(joined);
+    }
+
+    /// Removes a range, or nothing where that would need more room than there is.
+    pub fn remove_at_most(&mut self, range: Range<usize>) {
+        let found = self.containing(range.start);
+        let makes_two = found.is_some_and(|found| found.start < range.start && found.end > range.end);
+        if self.len < N || !makes_two {
+            self.remove(range);
+        }
+    }
+
+    /// What is in `from` is now at `to`; with more, or without having left, where there is no room for less.
+    pub fn move_at_least(&mut self, from: Range<usize>, to: usize) {
+        let mut at = from.start;
+        while at < from.end
+            && let Some(found) = self.at_or_after(at).filter(|found| found.start < from.end)
+        {
+            let (start, end) = (found.start.max(at), found.end.min(from.end));
+            self.add_at_least(start - from.start + to..end - from.start + to);
+            at = end;
+        }
+        self.remove_at_most(from);
+    }
+
     /// Removes a range, cutting those that reach over its ends. When a cut makes two of one and there is no room for
     /// the second, the part above is forgotten.
     pub fn remove(&mut self, range: Range<usize>) {
@@ -133,6 +172,50 @@ mod tests {
             model[range].fill(add);
             for (address, &held) in model.iter().enumerate() {
                 assert_eq!(ranges.containing(address).is_some(), held, "address {address}");
+            }
+            assert!(ranges.iter().zip(ranges.iter().skip(1)).all(|(a, b)| a.end < b.start), "ranges touch");
+        }
+    }
+
+    /// With room for fewer ranges than there are: what was added is there, whatever else is.
+    #[test]
+    fn a_full_list_holds_more_rather_than_less() {
+        let mut random = 2463534242u64;
+        let mut next = move |below: u64| {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            random % below
+        };
+        let (mut ranges, mut model) = (Ranges::<4> { list: [(0, 0); 4], len: 0 }, [false; 100]);
+        for step in 0..20_000 {
+            let start = next(45) as usize;
+            let range = start..start + 1 + next(5) as usize;
+            match next(3) {
+                0 => {
+                    ranges.add_at_least(range.clone());
+                    model[range].fill(true);
+                }
+                1 => {
+                    ranges.remove_at_most(range.clone());
+                    model[range].fill(false);
+                }
+                _ => {
+                    let to = 50 + next(40) as usize;
+                    let held = model;
+                    ranges.move_at_least(range.clone(), to);
+                    model[range.clone()].fill(false);
+                    for address in range.clone() {
+                        model[to + address - range.start] |= held[address];
+                    }
+                }
+            }
+            if step % 50 == 0 {
+                ranges.clear();
+                model.fill(false);
+            }
+            for (address, &held) in model.iter().enumerate() {
+                assert!(!held || ranges.containing(address).is_some(), "address {address}");
             }
             assert!(ranges.iter().zip(ranges.iter().skip(1)).all(|(a, b)| a.end < b.start), "ranges touch");
         }

@@ -1,5 +1,5 @@
 //! The shared object that puts the pager into a program: a constructor, the fork handlers, and a look at each new
-//! thread's control block and at mlockall. Everything else is `compcache-pager`.
+//! thread's control block, at mlockall and at vmsplice. Everything else is `compcache-pager`.
 //!
 //! `compcache run` names this object in `LD_PRELOAD` and the tree's shared region in `COMPCACHE_REGION`. Without that
 //! variable, or where anything is missing, the object does nothing: a program must run unpaged rather than not at all.
@@ -18,7 +18,7 @@ use compcache_pager::fork;
 use compcache_pager::memory::SetupHeap;
 use compcache_pager::pager::Pager;
 use compcache_pager::shared::{self, Region};
-use core::ffi::{CStr, c_char, c_int, c_void};
+use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use core::ptr::null_mut;
 use core::sync::atomic::{AtomicPtr, Ordering::*};
 use rustix::fs::{Mode, OFlags};
@@ -173,4 +173,24 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
         Some(pager) => pager.while_memory_is_locked(lock),
         None => lock(),
     }
+}
+
+/// `vmsplice`, with the pages that are lent to the pipe left where they are.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vmsplice(pipe: c_int, vectors: *const libc::Vector, count: usize, flags: c_uint) -> isize {
+    let Some(real) = libc::real_vmsplice() else { return -1 };
+    if let Some(pager) = pager()
+        && !vectors.is_null()
+        && count <= libc::VECTORS_MAX
+    {
+        // SAFETY: so many vectors are there, says the caller.
+        for vector in unsafe { core::slice::from_raw_parts(vectors, count) } {
+            pager.keep(vector.address, vector.len);
+        }
+    }
+    // SAFETY: the caller's own call, passed on.
+    unsafe { real(pipe, vectors, count, flags) }
 }

@@ -1,6 +1,6 @@
 //! What is used of the program's libc, and what is known of it.
 
-use core::ffi::{CStr, c_char, c_int, c_void};
+use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use core::ptr::{null_mut, read_volatile};
 use core::sync::atomic::{AtomicPtr, Ordering::*};
 
@@ -19,6 +19,18 @@ unsafe extern "C" {
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
     static _IO_list_all: *const Stream;
 }
+
+/// As libc's sys/uio.h.
+#[repr(C)]
+pub struct Vector {
+    pub address: usize,
+    pub len: usize,
+}
+
+/// The most vectors of one call.
+pub const VECTORS_MAX: usize = 1024;
+/// The type of `vmsplice`.
+pub type Vmsplice = unsafe extern "C" fn(c_int, *const Vector, usize, c_uint) -> isize;
 
 const RTLD_NEXT: *mut c_void = -1isize as *mut c_void;
 
@@ -60,6 +72,13 @@ pub fn real_mlockall() -> Option<unsafe extern "C" fn(c_int) -> c_int> {
     unsafe {
         core::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn(c_int) -> c_int>>(next(&REAL, c"mlockall"))
     }
+}
+
+/// The `vmsplice` that is called when this object's is.
+pub fn real_vmsplice() -> Option<Vmsplice> {
+    static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
+    // SAFETY: null is None; anything else that libc calls vmsplice has that type.
+    unsafe { core::mem::transmute::<*mut c_void, Option<Vmsplice>>(next(&REAL, c"vmsplice")) }
 }
 
 /// The symbol of this name in the objects after this one; looked up once.

@@ -186,8 +186,8 @@ traps! {
     no_atomic_addition_is_lost: "races" ["atomics"];
     writes_are_seen_in_their_order: "races" ["ordering"];
 
-    #[ignore = "the kernel moves pages that vmsplice has lent [S31]"]
     pages_lent_to_a_pipe_keep_their_contents: "lends" ["vmsplice"];
+    what_is_written_to_pages_lent_to_a_pipe_is_read_from_it: "lends" ["written"];
     pages_lent_to_a_socket_keep_their_contents: "lends" ["zerocopy"];
 
     a_program_sees_nothing_of_the_pager: "shows_nothing" [];

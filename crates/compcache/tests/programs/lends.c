@@ -3,6 +3,7 @@
  * frame to other contents.
  *
  *   vmsplice   pages lent to a pipe are read from it much later
+ *   written    what is written to such pages while they are lent is what the pipe's reader gets
  *   zerocopy   pages lent to a socket with MSG_ZEROCOPY are received much later
  */
 #include "trap.h"
@@ -20,7 +21,7 @@
 
 enum { LENT = 16 };
 
-static void lend_to_pipe(void)
+static void lend_to_pipe(bool write_while_lent)
 {
 	for (uint64_t round = 1; round < 9; round++) {
 		int pair[2];
@@ -32,14 +33,16 @@ static void lend_to_pipe(void)
 		if (lent < 0) lacks("vmsplice");
 		MUST(lent == (ssize_t)(LENT * PAGE));
 		for (int i = 0; i < 3; i++) filler_walk();
+		uint64_t last = write_while_lent ? round + 100 : round;
+		if (write_while_lent) area_fill(&area, last);
 		unsigned char got[LENT * PAGE];
 		for (size_t done = 0; done < sizeof(got);) {
 			ssize_t count = read(pair[0], got + done, sizeof(got) - done);
 			MUST(count > 0);
 			done += (size_t)count;
 		}
-		for (size_t page = 0; page < LENT; page++) page_check(got + page * PAGE, 40, page, round);
-		area_check(&area, round);
+		for (size_t page = 0; page < LENT; page++) page_check(got + page * PAGE, 40, page, last);
+		area_check(&area, last);
 		munmap(area.at, LENT * PAGE);
 		close(pair[0]);
 		close(pair[1]);
@@ -77,8 +80,9 @@ static void lend_to_socket(void)
 
 int main(int argc, char **argv)
 {
-	if (mode_is(argc, argv, "vmsplice")) lend_to_pipe();
+	if (mode_is(argc, argv, "vmsplice")) lend_to_pipe(false);
+	else if (mode_is(argc, argv, "written")) lend_to_pipe(true);
 	else if (mode_is(argc, argv, "zerocopy")) lend_to_socket();
-	else die("vmsplice | zerocopy");
+	else die("vmsplice | written | zerocopy");
 	return passed();
 }
