@@ -1,8 +1,8 @@
 //! Pages that may not leave: the kernel refers to them and would not notice.
 //!
 //! A page lent to a pipe (vmsplice) can be moved like any other, and then the pipe has a frame that is no longer the
-//! program's: what the program writes there does not reach the reader. Such pages stay until they are unmapped. Only what
-//! is registered is announced when it is unmapped, so they are registered soon; what is mapped in the place of pages whose
+//! program's: what the program writes there does not reach the reader. A robust mutex whose owner ends is marked by the
+//! kernel, which does not wait for a pager when it does. Such pages stay until they are unmapped. Only what is registered is announced when it is unmapped, so they are registered soon; what is mapped in the place of pages whose
 //! end was not announced stays resident as well.
 //!
 //! A thread of the program's may not hold the state lock once anything is registered: its own stack may have left, and

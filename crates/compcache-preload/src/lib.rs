@@ -1,5 +1,5 @@
 //! The shared object that puts the pager into a program: a constructor, the fork handlers, and a look at each new
-//! thread's control block, at mlockall and at vmsplice. Everything else is `compcache-pager`.
+//! thread's control block, at each robust mutex, at mlockall and at vmsplice. Everything else is `compcache-pager`.
 //!
 //! `compcache run` names this object in `LD_PRELOAD` and the tree's shared region in `COMPCACHE_REGION`. Without that
 //! variable, or where anything is missing, the object does nothing: a program must run unpaged rather than not at all.
@@ -56,6 +56,7 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
     // SAFETY: the loader passes the program's environment, a list that ends with a null pointer.
     let Some(path) = (unsafe { variable(environment, shared::ENV_REGION.as_bytes()) }) else { return };
     let Some(region) = map_region(path) else { return };
+    libc::look_up();
     match Pager::new(region) {
         Ok(pager) => {
             PAGER.store(core::ptr::from_ref(pager).cast_mut(), Release);
@@ -173,6 +174,24 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
         Some(pager) => pager.while_memory_is_locked(lock),
         None => lock(),
     }
+}
+
+/// `pthread_mutex_init`, with robust mutexes left where they are.
+///
+/// When a thread ends, the kernel marks the robust mutexes it holds, and does not wait for a pager when it does.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pthread_mutex_init(mutex: *mut c_void, attributes: *const c_void) -> c_int {
+    let Some(real) = libc::real_mutex_init() else { return libc::EAGAIN };
+    // SAFETY: the caller's own call, passed on.
+    let result = unsafe { real(mutex, attributes) };
+    // SAFETY: libc has just read these attributes and found them right.
+    if result == 0 && unsafe { libc::asks_for_robust(attributes) } {
+        pager().inspect(|pager| pager.keep(mutex as usize, libc::MUTEX_BYTES));
+    }
+    result
 }
 
 /// `vmsplice`, with the pages that are lent to the pipe left where they are.

@@ -16,6 +16,8 @@ pub type PthreadCreate =
 unsafe extern "C" {
     // pthread_atfork itself is in the part of libc that is linked statically; this is what it calls.
     fn __register_atfork(prepare: Handler, parent: Handler, child: Handler, object: *mut c_void) -> c_int;
+    /// Whether mutexes made with these attributes are robust: `PTHREAD_MUTEX_ROBUST` in `robust`.
+    fn pthread_mutexattr_getrobust(attributes: *const c_void, robust: *mut c_int) -> c_int;
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
     static _IO_list_all: *const Stream;
 }
@@ -29,6 +31,10 @@ pub struct Vector {
 
 /// The most vectors of one call.
 pub const VECTORS_MAX: usize = 1024;
+/// Bytes of a `pthread_mutex_t`.
+pub const MUTEX_BYTES: usize = 40;
+/// The type of `pthread_mutex_init`.
+pub type MutexInit = unsafe extern "C" fn(*mut c_void, *const c_void) -> c_int;
 /// The type of `vmsplice`.
 pub type Vmsplice = unsafe extern "C" fn(c_int, *const Vector, usize, c_uint) -> isize;
 
@@ -74,11 +80,34 @@ pub fn real_mlockall() -> Option<unsafe extern "C" fn(c_int) -> c_int> {
     }
 }
 
+/// The `pthread_mutex_init` that is called when this object's is.
+pub fn real_mutex_init() -> Option<MutexInit> {
+    static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
+    // SAFETY: null is None; anything else that libc calls pthread_mutex_init has that type.
+    unsafe { core::mem::transmute::<*mut c_void, Option<MutexInit>>(next(&REAL, c"pthread_mutex_init")) }
+}
+
+/// Whether attributes of a mutex ask for a robust one.
+///
+/// # Safety
+/// Null, or attributes that libc has initialised.
+pub unsafe fn asks_for_robust(attributes: *const c_void) -> bool {
+    const ROBUST: c_int = 1;
+    let mut robust = 0;
+    // SAFETY: says the caller.
+    !attributes.is_null() && unsafe { pthread_mutexattr_getrobust(attributes, &mut robust) } == 0 && robust == ROBUST
+}
+
 /// The `vmsplice` that is called when this object's is.
 pub fn real_vmsplice() -> Option<Vmsplice> {
     static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
     // SAFETY: null is None; anything else that libc calls vmsplice has that type.
     unsafe { core::mem::transmute::<*mut c_void, Option<Vmsplice>>(next(&REAL, c"vmsplice")) }
+}
+
+/// Looks up what may be called where nothing can be looked up: by allocators, and while a library is loaded.
+pub fn look_up() {
+    real_mutex_init();
 }
 
 /// The symbol of this name in the objects after this one; looked up once.

@@ -132,7 +132,6 @@ traps! {
     futexes_in_cold_memory_wake_their_waiters: "futexes" ["cold"];
     mutexes_in_cold_memory_exclude: "futexes" ["mutexes"];
     shared_futexes_wake_another_process: "futexes" ["shared"];
-    #[ignore = "the kernel does not wait for a page when a thread ends [S33]"]
     a_cold_robust_mutex_survives_its_owner: "futexes" ["robust"];
 
     a_debugger_reads_cold_memory_of_a_stopped_thread: "readers" ["peekdata"];
