@@ -151,7 +151,7 @@ pub fn apply(pager: &Pager, channel: &Channel, state: &mut State, event: Message
 /// A range is mapped no more.
 pub fn forget_range(pager: &Pager, state: &mut State, range: Range<usize>) {
     forget_contents(pager, state, range.clone());
-    state.kept.remove_at_most(range.clone());
+    state.let_go(range.clone());
     state.regions.remove(range);
     state.generation += 1;
 }
@@ -161,7 +161,7 @@ pub fn forget_range(pager: &Pager, state: &mut State, range: Range<usize>) {
 pub fn move_range(pager: &Pager, state: &mut State, from: usize, to: usize, len: usize) {
     forget_contents(pager, state, to..to + len);
     move_words(pager, state, from, to, len);
-    state.kept.move_at_least(from..from + len, to);
+    state.keep_at(from..from + len, to);
     state.regions.remove(from..from + len);
     state.regions.add(to..to + len);
     state.generation += 1;

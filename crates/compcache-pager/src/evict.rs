@@ -626,7 +626,7 @@ enum Filled {
 fn is_cold(pager: &Pager, state: &mut State, address: usize) -> bool {
     let page = process::page_of(address);
     let word = state.table.get(page);
-    if state.loading.contains(&page) || state.kept.containing(address).is_some() {
+    if state.loading.contains(&page) || state.must_stay(address) {
         return false;
     }
     match word.phase() {

@@ -495,7 +495,8 @@ impl Handler {
         }
         let end = (region.end / PAGE) as u64;
         let most = (window.pages as u64).min(BATCH as u64).min(end - page);
-        (1..most).take_while(|ahead| state.table.get(page + ahead) == Word::UNKNOWN).count() + 1
+        let fillable = |page| state.table.get(page) == Word::UNKNOWN && !state.must_stay(page as usize * PAGE);
+        (1..most).take_while(|ahead| fillable(page + ahead)).count() + 1
     }
 
     /// Like [`Handler::attempt`], but nothing changes that a copy of the process will need: pages are copied in, and stay
@@ -582,7 +583,8 @@ fn stored_run(state: &State, asked: u64, at: u64, window: &Window, most: usize) 
     let inside = |page: u64| bounds.as_ref().is_none_or(|range| range.contains(&(page as usize * PAGE)));
     let pages = (0..most as i64)
         .map(|ahead| (at as i64 + direction * ahead) as u64)
-        .take_while(|&page| inside(page) && state.table.get(page).phase() == Phase::Stored)
+        .take_while(|&page| inside(page) && (page == asked || !state.must_stay(page as usize * PAGE)))
+        .take_while(|&page| state.table.get(page).phase() == Phase::Stored)
         .count();
     Run { asked, at, step: direction, pages }
 }

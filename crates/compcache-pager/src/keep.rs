@@ -5,6 +5,10 @@
 //! kernel, which does not wait for a pager when it does. Such pages stay until they are unmapped. Only what is registered is announced when it is unmapped, so they are registered soon; what is mapped in the place of pages whose
 //! end was not announced stays resident as well.
 //!
+//! Guards (MADV_GUARD_INSTALL) are put on pages without an event. While that is done no page of the range may leave, and
+//! then all that is kept of it is dropped. As long as there are guards nothing may be brought there that was not asked for:
+//! UFFDIO_COPY lays a page over a guard.
+//!
 //! A thread of the program's may not hold the state lock once anything is registered: its own stack may have left, and
 //! the handler needs that lock to bring it back. So it leaves a request, and the evictor, which does nothing else at that
 //! moment, carries it out; when the request is answered, no page of the range is on its way out any more unless it had
@@ -12,20 +16,28 @@
 //! would be applied after it.
 
 use crate::fork;
+use crate::lock;
 use crate::memory::PAGE;
 use crate::pager::{Pager, State};
+use crate::process::page_of;
 use core::ops::Range;
-use core::sync::atomic::{AtomicUsize, Ordering::*};
+use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering::*};
 
-/// The range that a thread of the program's asks the evictor to keep.
+/// What a thread of the program's asks of the evictor, for a range.
 pub struct KeepRequest {
+    change: AtomicU32,
     start: AtomicUsize,
     end: AtomicUsize,
 }
 
+// The changes.
+const KEEP: u32 = 0;
+const GUARD: u32 = 1;
+const UNGUARD: u32 = 2;
+
 impl KeepRequest {
     pub const fn new() -> Self {
-        KeepRequest { start: AtomicUsize::new(0), end: AtomicUsize::new(0) }
+        KeepRequest { change: AtomicU32::new(KEEP), start: AtomicUsize::new(0), end: AtomicUsize::new(0) }
     }
 }
 
@@ -34,7 +46,46 @@ impl Pager {
     /// back when they are touched, and stay.
     pub fn keep(&self, address: usize, len: usize) {
         let Some(range) = pages_around(address, len) else { return };
-        fork::while_nobody_forks(self, || request(self, range));
+        fork::while_nobody_forks(self, || request(self, KEEP, range));
+    }
+
+    /// Runs `install`, which puts guards on a range and has dropped its contents when it returns. No page of the range
+    /// leaves while it runs, and nothing is brought there unasked from now on.
+    pub fn while_guards_come<T>(&self, address: usize, len: usize, install: impl FnOnce() -> T) -> T {
+        let Some(range) = pages_around(address, len) else { return install() };
+        fork::while_nobody_forks(self, || {
+            request(self, GUARD, range);
+            install()
+        })
+    }
+
+    /// Runs `remove`, which takes the guards off a range; it says whether all are gone.
+    pub fn while_guards_go(&self, address: usize, len: usize, remove: impl FnOnce() -> bool) {
+        fork::while_nobody_forks(self, || {
+            let removed = remove();
+            if let Some(range) = pages_around(address, len).filter(|_| removed) {
+                request(self, UNGUARD, range);
+            }
+        });
+    }
+}
+
+impl State {
+    /// Whether the page at an address may not be evicted.
+    pub(crate) fn must_stay(&self, address: usize) -> bool {
+        self.kept.containing(address).is_some() || self.guarded.containing(address).is_some()
+    }
+
+    /// Forgets what was to stay of a range that is mapped no more.
+    pub(crate) fn let_go(&mut self, range: Range<usize>) {
+        self.kept.remove_at_most(range.clone());
+        self.guarded.remove_at_most(range);
+    }
+
+    /// What was to stay at `from` has moved.
+    pub(crate) fn keep_at(&mut self, from: Range<usize>, to: usize) {
+        self.kept.move_at_least(from.clone(), to);
+        self.guarded.move_at_least(from, to);
     }
 }
 
@@ -44,15 +95,16 @@ fn pages_around(address: usize, len: usize) -> Option<Range<usize>> {
     (len > 0).then_some(address / PAGE * PAGE..end)
 }
 
-fn request(pager: &Pager, range: Range<usize>) {
+fn request(pager: &Pager, change: u32, range: Range<usize>) {
     if !pager.has_threads().load(Acquire) {
         return;
     }
     if !pager.armed.load(Acquire) {
         // No fault of ours can happen: nothing is registered, and nothing will be while nobody can fork.
-        apply(pager, &mut pager.state.lock(), range);
+        apply(pager, &mut pager.state.lock(), change, range);
         return;
     }
+    pager.keep_request.change.store(change, Relaxed);
     pager.keep_request.start.store(range.start, Relaxed);
     pager.keep_request.end.store(range.end, Relaxed);
     fork::ask_to_keep(pager);
@@ -62,16 +114,30 @@ fn request(pager: &Pager, range: Range<usize>) {
 pub fn carry_out(pager: &Pager) {
     let request = &pager.keep_request;
     let range = request.start.load(Relaxed)..request.end.load(Relaxed);
-    apply(pager, &mut pager.state.lock(), range);
+    let pages = page_of(range.start)..page_of(range.end);
+    loop {
+        let mut state = pager.state.lock();
+        // What is being brought there must not come after the guards.
+        let is_loading = state.loading.start < pages.end && pages.start < state.loading.end;
+        if !is_loading {
+            return apply(pager, &mut state, request.change.load(Relaxed), range);
+        }
+        drop(state);
+        lock::pause();
+    }
 }
 
-fn apply(pager: &Pager, state: &mut State, range: Range<usize>) {
+fn apply(pager: &Pager, state: &mut State, change: u32, range: Range<usize>) {
+    let list = if change == KEEP { &mut state.kept } else { &mut state.guarded };
+    if change == UNGUARD {
+        return list.remove_at_most(range);
+    }
     let covers = |found: Option<Range<usize>>| found.is_some_and(|found| found.end >= range.end);
-    if covers(state.kept.containing(range.start)) {
+    if covers(list.containing(range.start)) {
         return;
     }
     if !covers(state.regions.containing(range.start)) {
         pager.kept_unregistered.store(true, Release);
     }
-    state.kept.add_at_least(range);
+    list.add_at_least(range);
 }

@@ -69,6 +69,8 @@ pub struct State {
     pub(crate) regions: Ranges<REGIONS_MAX>,
     /// Pages that may not leave: [`crate::keep`].
     pub(crate) kept: Ranges<KEPT_MAX>,
+    /// Pages with guards on them: [`crate::keep`].
+    pub(crate) guarded: Ranges<KEPT_MAX>,
     /// Grows when a range is unmapped or moved: what was learnt of the map before is void.
     pub(crate) generation: u64,
     /// What the process held when last measured, pages, without ours.

@@ -1,5 +1,5 @@
 //! The shared object that puts the pager into a program: a constructor, the fork handlers, and a look at each new
-//! thread's control block, at each robust mutex, at mlockall and at vmsplice. Everything else is `compcache-pager`.
+//! thread's control block, at each robust mutex, at mlockall, vmsplice and guard pages. Everything else is `compcache-pager`.
 //!
 //! `compcache run` names this object in `LD_PRELOAD` and the tree's shared region in `COMPCACHE_REGION`. Without that
 //! variable, or where anything is missing, the object does nothing: a program must run unpaged rather than not at all.
@@ -11,6 +11,7 @@
 
 extern crate alloc;
 
+mod guards;
 mod libc;
 mod threads;
 
@@ -192,6 +193,22 @@ pub unsafe extern "C" fn pthread_mutex_init(mutex: *mut c_void, attributes: *con
         pager().inspect(|pager| pager.keep(mutex as usize, libc::MUTEX_BYTES));
     }
     result
+}
+
+/// `madvise`, with the pager told of guard pages.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: c_int) -> c_int {
+    let Some(real) = libc::real_madvise() else { return -1 };
+    // SAFETY: the caller's own call, passed on; or a part of what it does.
+    let advise = |len, advice| unsafe { real(address, len, advice) };
+    match pager() {
+        Some(pager) if advice == libc::MADV_GUARD_INSTALL => guards::install(pager, address as usize, len, advise),
+        Some(pager) if advice == libc::MADV_GUARD_REMOVE => guards::remove(pager, address as usize, len, advise),
+        _ => advise(len, advice),
+    }
 }
 
 /// `vmsplice`, with the pages that are lent to the pipe left where they are.

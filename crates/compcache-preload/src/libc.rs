@@ -6,6 +6,11 @@ use core::sync::atomic::{AtomicPtr, Ordering::*};
 
 /// As libc's errno.h.
 pub const EAGAIN: c_int = 11;
+pub const ENOMEM: c_int = 12;
+/// As libc's sys/mman.h.
+pub const MADV_DONTNEED: c_int = 4;
+pub const MADV_GUARD_INSTALL: c_int = 102;
+pub const MADV_GUARD_REMOVE: c_int = 103;
 
 type Handler = extern "C" fn();
 /// The type of `pthread_create`.
@@ -16,6 +21,7 @@ pub type PthreadCreate =
 unsafe extern "C" {
     // pthread_atfork itself is in the part of libc that is linked statically; this is what it calls.
     fn __register_atfork(prepare: Handler, parent: Handler, child: Handler, object: *mut c_void) -> c_int;
+    fn __errno_location() -> *mut c_int;
     /// Whether mutexes made with these attributes are robust: `PTHREAD_MUTEX_ROBUST` in `robust`.
     fn pthread_mutexattr_getrobust(attributes: *const c_void, robust: *mut c_int) -> c_int;
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
@@ -35,6 +41,8 @@ pub const VECTORS_MAX: usize = 1024;
 pub const MUTEX_BYTES: usize = 40;
 /// The type of `pthread_mutex_init`.
 pub type MutexInit = unsafe extern "C" fn(*mut c_void, *const c_void) -> c_int;
+/// The type of `madvise`.
+pub type Madvise = unsafe extern "C" fn(*mut c_void, usize, c_int) -> c_int;
 /// The type of `vmsplice`.
 pub type Vmsplice = unsafe extern "C" fn(c_int, *const Vector, usize, c_uint) -> isize;
 
@@ -80,6 +88,25 @@ pub fn real_mlockall() -> Option<unsafe extern "C" fn(c_int) -> c_int> {
     }
 }
 
+/// The `madvise` that is called when this object's is.
+pub fn real_madvise() -> Option<Madvise> {
+    static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
+    // SAFETY: null is None; anything else that libc calls madvise has that type.
+    unsafe { core::mem::transmute::<*mut c_void, Option<Madvise>>(next(&REAL, c"madvise")) }
+}
+
+/// The calling thread's errno.
+pub fn errno() -> c_int {
+    // SAFETY: libc's own word, alive as long as the thread.
+    unsafe { *__errno_location() }
+}
+
+/// Sets the calling thread's errno.
+pub fn set_errno(errno: c_int) {
+    // SAFETY: as `errno`.
+    unsafe { *__errno_location() = errno };
+}
+
 /// The `pthread_mutex_init` that is called when this object's is.
 pub fn real_mutex_init() -> Option<MutexInit> {
     static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
@@ -107,6 +134,7 @@ pub fn real_vmsplice() -> Option<Vmsplice> {
 
 /// Looks up what may be called where nothing can be looked up: by allocators, and while a library is loaded.
 pub fn look_up() {
+    real_madvise();
     real_mutex_init();
 }
 

@@ -101,8 +101,9 @@ traps! {
     the_heap_that_shrank_grows_with_zeroes: "discards" ["brk"];
     wipe_on_fork_wipes_cold_memory: "discards" ["wipeonfork"];
     dont_fork_keeps_cold_memory_from_the_child: "discards" ["dontfork"];
-    #[ignore = "the kernel does not announce MADV_GUARD_INSTALL [S32]"]
     guard_pages_discard_cold_memory: "discards" ["guard"];
+    guard_pages_that_are_refused_discard_nothing: "discards" ["guard_errors"];
+    guard_pages_stay_while_memory_beside_them_is_filled: "discards" ["guard_stream"];
     advice_changes_no_contents: "discards" ["advice"];
 
     a_write_to_cold_read_only_memory_is_a_fault_of_the_programs: "protects" ["readonly"];

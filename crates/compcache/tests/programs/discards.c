@@ -8,6 +8,8 @@
  *   wipeonfork   zero in the child, whole in the parent
  *   dontfork     absent in the child, whole in the parent
  *   guard        MADV_GUARD_INSTALL discards; after MADV_GUARD_REMOVE it reads as zeroes
+ *   guard_errors what MADV_GUARD_INSTALL refuses keeps its contents, what it has done before it refuses stays done
+ *   guard_stream guard pages stay where they are while the memory around them is filled in order
  *   advice       COLD, PAGEOUT, POPULATE_READ, POPULATE_WRITE, WILLNEED, RANDOM, SEQUENTIAL: contents stay
  */
 #include "trap.h"
@@ -186,6 +188,65 @@ static void guard(void)
 		if (page < from || page >= from + count) page_check(area.at + page * PAGE, 16, page, 1);
 }
 
+/* Over a hole guards come on both sides of it, and ENOMEM; from the first mapping on that may have none, none come. */
+static void guard_errors(void)
+{
+	enum { PART = 64 };
+	struct area area = area_new(8 * PART * PAGE, 18, 1);
+	unsigned char *locked = area.at + 6 * PART * PAGE;
+	if (mlock(locked, PART * PAGE) != 0) lacks("mlock of 64 pages");
+	push_out(area.at, 6 * PART);
+	if (madvise(area.at, 0, MADV_GUARD_INSTALL) != 0) lacks("MADV_GUARD_INSTALL");
+	MUST(madvise(area.at + 1, PAGE, MADV_GUARD_INSTALL) == -1 && errno == EINVAL);
+	MUST(madvise(area.at, (size_t)-1, MADV_GUARD_INSTALL) == -1 && errno == EINVAL);
+	MUST(madvise(area.at, (size_t)-(uintptr_t)area.at, MADV_GUARD_INSTALL) == -1 && errno == EINVAL);
+	area_check(&area, 1);
+
+	push_out(area.at, 6 * PART);
+	unsigned char *hole = area.at + 2 * PART * PAGE;
+	MUST(munmap(hole, PART * PAGE) == 0);
+	MUST(madvise(area.at + PART * PAGE, 3 * PART * PAGE, MADV_GUARD_INSTALL) == -1 && errno == ENOMEM);
+	MUST(madvise(area.at + 5 * PART * PAGE, 3 * PART * PAGE, MADV_GUARD_INSTALL) == -1 && errno == EINVAL);
+	for (size_t part = 0; part < 8; part++) {
+		bool guarded = part == 1 || part == 3 || part == 5;
+		for (size_t page = part * PART; page < (part + 1) * PART; page += 7) {
+			if (part == 2) continue;
+			if (faults(area.at + page * PAGE) != guarded) die("page %zu of part %zu", page, part);
+		}
+	}
+	filler_walk();
+	MUST(madvise(area.at + 3 * PART * PAGE, 3 * PART * PAGE, MADV_GUARD_REMOVE) == 0);
+	MUST(madvise(area.at + PART * PAGE, PART * PAGE, MADV_GUARD_REMOVE) == 0);
+	for (size_t part = 0; part < 8; part++) {
+		if (part == 1 || part == 3 || part == 5) must_be_zero(area.at + part * PART * PAGE, PART * PAGE, "had guards");
+		else if (part != 2)
+			for (size_t page = part * PART; page < (part + 1) * PART; page++)
+				page_check(area.at + page * PAGE, 18, page, 1);
+	}
+}
+
+static void guard_stream(void)
+{
+	struct area area = area_new(8 * MIB, 19, 1);
+	for (uint64_t round = 1; round < 4; round++) {
+		area_push_out(&area);
+		/* What is filled is new memory the second time, and comes back from where it was the other times. */
+		if (round == 2) MUST(madvise(area.at, area.pages * PAGE, MADV_DONTNEED) == 0);
+		for (size_t page = 7; page < area.pages; page += 8)
+			if (madvise(area.at + page * PAGE, PAGE, MADV_GUARD_INSTALL) != 0) lacks("MADV_GUARD_INSTALL");
+		for (size_t page = 0; page < area.pages; page++)
+			if (page % 8 != 7) page_write(area.at + page * PAGE, 19, page, round + 1);
+		for (size_t page = 7; page < area.pages; page += 8)
+			if (!faults(area.at + page * PAGE)) die("a guard page is gone: page %zu in round %zu", page, (size_t)round);
+		for (size_t page = 7; page < area.pages; page += 8) {
+			MUST(madvise(area.at + page * PAGE, PAGE, MADV_GUARD_REMOVE) == 0);
+			if (!page_is_zero(area.at + page * PAGE)) die("NOT ZERO: guards were removed: page %zu", page);
+			page_write(area.at + page * PAGE, 19, page, round + 1);
+		}
+		area_check(&area, round + 1);
+	}
+}
+
 static void advice(void)
 {
 	static const int kinds[] = {MADV_COLD, MADV_PAGEOUT, MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_WILLNEED,
@@ -212,8 +273,10 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "wipeonfork")) over_fork(MADV_WIPEONFORK);
 	else if (mode_is(argc, argv, "dontfork")) over_fork(MADV_DONTFORK);
 	else if (mode_is(argc, argv, "guard")) guard();
+	else if (mode_is(argc, argv, "guard_errors")) guard_errors();
+	else if (mode_is(argc, argv, "guard_stream")) guard_stream();
 	else if (mode_is(argc, argv, "advice")) advice();
-	else die("dontneed | racing | free | brk | wipeonfork | dontfork | guard | advice");
+	else die("dontneed | racing | free | brk | wipeonfork | dontfork | guard | guard_errors | guard_stream | advice");
 	area_check(&kept, 1);
 	return passed();
 }
