@@ -1,30 +1,30 @@
 //! The evictor: keeps the process within its limit, with room for pages that come back.
 //!
-//! A hand goes round the registered ranges in order of address. A page it meets that has heat loses one degree and
-//! stays; a cold one is moved out to staging, in runs as long as they come. There it gets a second chance: it is
-//! compressed only when a quarter of the groups are staged behind it, and if it is touched before, it goes back and is
-//! hot. Heat also comes from the refault distance (`fault`): a page that returns sooner than the whole resident set
-//! could have been replaced belongs to the working set.
+//! What the hand ([`crate::hand`]) finds cold is moved out to staging. There it gets a second chance: it is compressed only
+//! when a quarter of the groups are staged behind it, and if it is touched before, it goes back and is hot. Heat also
+//! comes from the refault distance (`fault`): a page that returns sooner than the whole resident set could have been
+//! replaced belongs to the working set.
 //!
 //! When the process must shrink, garbage frames are moved to the morgue and given back to the system there: the
 //! morgue's descriptor has no events, so that the pager never waits for itself.
 //!
 //! # Source
-//! A clock hand with counts is S3-FIFO's main queue (Yang et al., 2023); the refault distance is `mm/workingset.c`.
+//! The refault distance is `mm/workingset.c`.
 
+use crate::compress::compress_group;
 use crate::events;
 use crate::fork;
+use crate::hand::Hand;
 use crate::lock::{self, Guard};
 use crate::maps::{self, MapsBuffer};
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, REGIONS_MAX, STAGING_BYTES, State, boxed_zeroed, clock_ns};
 use crate::process;
 use crate::regions::Ranges;
-use crate::scan::ScanBuffer;
 use crate::shared::{Region, Totals};
 use crate::staging::{Frame, GROUP, GROUPS_MAX};
 use crate::sys::{self, Errno};
-use crate::table::{HEAT_MAX, Phase, Word};
+use crate::table::{Phase, Word};
 use alloc::boxed::Box;
 use compcache_store::{PageIndex, Worker};
 use core::ffi::c_void;
@@ -41,14 +41,8 @@ const NAP_MAX_NS: u64 = 100_000_000;
 const GROWTH_BYTES_PER_S: u64 = 2 << 30;
 /// Ranges smaller than this are left alone.
 const REGION_BYTES_MIN: usize = 16 << 10;
-/// How much of the address range is looked at in one scan, bytes.
-const SCAN_BYTES: usize = 16 << 20;
-const RUNS_MAX: usize = 128;
-const SHARED_MAX: usize = 64;
 /// Groups moved out or compressed before the process is measured again: about two milliseconds.
-const STEPS_BETWEEN_LOOKS: u32 = 32;
-/// Calls that move pages out under one hold of the lock: where each moves one page, a call takes as long as three faults.
-const MOVES_AT_ONCE: u32 = 64;
+const STEPS_BETWEEN_LOOKS: u32 = 8;
 /// Garbage frames given back with one call.
 const BURIED_AT_ONCE: usize = 256;
 /// Objects moved by a step of compaction: some tens of microseconds.
@@ -56,28 +50,13 @@ const COMPACTED_AT_ONCE: usize = 64;
 const UNSHARE_TRIES: u32 = 64;
 /// Time between two looks at which threads there are.
 const BETWEEN_THREADS_NS: u64 = 10_000_000;
-/// After this time a page that was announced to be dropped and is still there was not dropped (MADV_FREE).
-const DROPPED_FOR_S: u32 = 10;
 
 /// What the evictor's thread owns.
 pub struct Evictor {
     pub worker: Worker,
     pub maps: MapsBuffer,
-    scan: ScanBuffer,
+    hand: Hand,
     found: Box<Ranges<REGIONS_MAX>>,
-    runs: [(usize, usize); RUNS_MAX],
-    run: usize,
-    run_count: usize,
-    /// What is left of the run under the hand.
-    rest: Range<usize>,
-    /// The group that is being filled, in no list.
-    open: Option<usize>,
-    /// The map's generation when `runs` was filled.
-    generation: u64,
-    hand: usize,
-    /// Pages that would not move because a copy of the process may share them.
-    shared: [usize; SHARED_MAX],
-    shared_count: usize,
     files: Option<Files>,
     looked_at_ns: u64,
     threads_noted_ns: u64,
@@ -106,18 +85,9 @@ impl Evictor {
         Box::new(Evictor {
             worker,
             maps: MapsBuffer::new(),
-            scan: ScanBuffer::new(false),
+            hand: Hand::new(),
             // SAFETY: pairs of numbers are valid when zero.
             found: unsafe { boxed_zeroed() },
-            runs: [(0, 0); RUNS_MAX],
-            run: 0,
-            run_count: 0,
-            rest: 0..0,
-            open: None,
-            generation: 0,
-            hand: 0,
-            shared: [0; SHARED_MAX],
-            shared_count: 0,
             files: None,
             looked_at_ns: 0,
             threads_noted_ns: 0,
@@ -129,8 +99,7 @@ impl Evictor {
     /// Forgets what a parent's evictor was in the middle of. Its descriptors were the parent's.
     pub fn reset(&mut self) {
         core::mem::forget(self.files.take());
-        self.open = None;
-        (self.run, self.run_count, self.rest) = (0, 0, 0..0);
+        self.hand.reset();
         self.cpu_ns = 0;
     }
 
@@ -181,7 +150,6 @@ impl Evictor {
     /// Looks, and evicts what is too much; returns how long to sleep.
     fn tick(&mut self, pager: &'static Pager, channel: &Channel) -> u64 {
         loop {
-            self.close_group(&mut pager.state.lock());
             fork::serve(pager);
             let Some(look) = self.look(pager) else { return NAP_MAX_NS };
             let over = look.over_pages > 0;
@@ -356,10 +324,7 @@ impl Evictor {
     fn evict(&mut self, pager: &Pager, channel: &Channel) -> Evicted {
         let (mut fruitless, mut unshared, mut evicting) = (0, 0, false);
         for _ in 0..STEPS_BETWEEN_LOOKS {
-            if fork::asks(pager) {
-                self.close_group(&mut pager.state.lock());
-                fork::serve(pager);
-            }
+            fork::serve(pager);
             pager.turn.let_go_first();
             let mut state = pager.state.lock();
             if pager.frozen.load(Acquire) {
@@ -422,11 +387,11 @@ impl Evictor {
     /// round moves them. Without the lock, for the kernel may have to ask the handler for a page that has just gone.
     fn unshare(&mut self, state: Guard<'_, Box<State>>) -> bool {
         drop(state);
-        let count = core::mem::take(&mut self.shared_count);
-        for &address in &self.shared[..count] {
+        let shared = self.hand.take_shared();
+        for &address in shared {
             sys::write_nothing(address);
         }
-        count > 0
+        !shared.is_empty()
     }
 
     /// Gives garbage frames back to the system: moves them to the morgue and drops them there, without the lock.
@@ -474,21 +439,21 @@ impl Evictor {
         }
     }
 
-    /// Moves cold pages into an empty group until it is full.
+    /// Moves cold pages into an empty group until it is full, under one hold of the lock: who waits for it leaves a
+    /// processor idle, and one that idles need not be interrupted for every move (docs/decisions/0006).
     fn fill_group(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> Filled {
         if !state.pending.is_empty() {
             return Filled::EventPending;
         }
-        let Some(group) = self.open.take().or_else(|| state.staging.empty.pop()) else { return Filled::Nothing };
-        let before = state.staging.groups[group].filled as usize;
-        let mut filled = before;
+        let Some(group) = state.staging.empty.pop() else { return Filled::Nothing };
+        let mut filled = 0;
         let mut outcome = Filled::Nothing;
-        let (mut wrapped, mut moves) = (0, 0);
-        while filled < GROUP && moves < MOVES_AT_ONCE {
-            if !self.next_run(channel, state, &mut wrapped) {
+        let mut wrapped = 0;
+        while filled < GROUP {
+            if !self.hand.next_run(channel, state, &mut wrapped) {
                 break;
             }
-            let cold = self.cold_part(pager, state, GROUP - filled);
+            let cold = self.hand.cold_part(pager, state, GROUP - filled);
             if cold.is_empty() {
                 continue;
             }
@@ -499,113 +464,25 @@ impl Evictor {
             let moved = moved / PAGE;
             note_staged(pager, state, cold.start, frame, moved);
             filled += moved;
-            moves += 1;
             match error {
                 None => {}
                 // Stopped half-way, for a reason that the next try will name.
-                Some(Errno::EAGAIN) if moved > 0 => self.rest.start = cold.start + moved * PAGE,
+                Some(Errno::EAGAIN) if moved > 0 => self.hand.go_back(cold.start + moved * PAGE),
                 Some(Errno::EAGAIN) => {
-                    self.rest.start = cold.start;
+                    self.hand.go_back(cold.start);
                     outcome = Filled::EventPending;
                     break;
                 }
-                Some(errno) => self.pass_over(state, cold.start + moved * PAGE, errno),
+                Some(errno) => self.hand.pass_over(state, cold.start + moved * PAGE, errno),
             }
         }
-        state.staging.groups[group].filled = filled as u8;
-        let gained = filled > before;
-        if filled < GROUP && gained {
-            self.open = Some(group);
-        } else if filled > 0 {
-            state.staging.staged.push(group);
-        } else {
+        if filled == 0 {
             state.staging.empty.push(group);
-        }
-        if !gained {
             return outcome;
         }
+        state.staging.staged.push(group);
         pager.exhausted.store(false, Release);
         Filled::Some
-    }
-
-    /// What is in the group that is being filled is staged, full or not.
-    fn close_group(&mut self, state: &mut State) {
-        if let Some(group) = self.open.take() {
-            state.staging.staged.push(group);
-        }
-    }
-
-    /// Sees to it that there is something in `rest`: what is left of a run of present pages, or the next run. False when
-    /// the hand has been everywhere.
-    fn next_run(&mut self, channel: &Channel, state: &mut State, wrapped: &mut u32) -> bool {
-        if self.generation != state.generation {
-            self.generation = state.generation;
-            (self.run, self.run_count, self.rest) = (0, 0, 0..0);
-        }
-        if !self.rest.is_empty() {
-            return true;
-        }
-        while self.run == self.run_count {
-            let Some(region) = state.regions.at_or_after(self.hand) else {
-                *wrapped += 1;
-                // Each round takes one degree of heat off: after as many everything is cold that is there.
-                if *wrapped > HEAT_MAX + 1 || state.regions.len() == 0 {
-                    return false;
-                }
-                self.hand = 0;
-                continue;
-            };
-            let start = self.hand.max(region.start);
-            let end = region.end.min(start + SCAN_BYTES);
-            let (runs, mut count) = (&mut self.runs, 0);
-            self.hand = self.scan.present_runs(channel.pagemap(), start..end, |run| {
-                runs[count] = (run.start, run.end);
-                count += 1;
-                count < RUNS_MAX
-            });
-            (self.run, self.run_count) = (0, count);
-        }
-        let (start, end) = self.runs[self.run];
-        self.run += 1;
-        self.rest = start..end;
-        true
-    }
-
-    /// The first cold pages of `rest`, at most `most`; what was hot before and just after them has cooled by one degree.
-    /// `rest` is what comes after.
-    fn cold_part(&mut self, pager: &Pager, state: &mut State, most: usize) -> Range<usize> {
-        let mut at = self.rest.start;
-        let mut cold = None;
-        while at < self.rest.end {
-            let is_cold = is_cold(pager, state, at);
-            at += PAGE;
-            match (&mut cold, is_cold) {
-                (None, true) => cold = Some(at - PAGE..at),
-                (Some(cold), true) => cold.end = at,
-                (None, false) => continue,
-                (Some(_), false) => break,
-            }
-            if cold.as_ref().is_some_and(|cold| (cold.end - cold.start) / PAGE == most) {
-                break;
-            }
-        }
-        self.rest.start = at;
-        cold.unwrap_or(at..at)
-    }
-
-    /// A page that will not move: pinned, shared with a copy of the process, gone, or in a range of another kind.
-    fn pass_over(&mut self, state: &mut State, address: usize, errno: Errno) {
-        if matches!(errno, Errno::EBUSY | Errno::ENOENT) {
-            if errno == Errno::EBUSY && self.shared_count < SHARED_MAX {
-                self.shared[self.shared_count] = address;
-                self.shared_count += 1;
-            }
-            self.rest.start = (address + PAGE).min(self.rest.end);
-            return;
-        }
-        let end = state.regions.containing(address).map_or(address + PAGE, |region| region.end);
-        self.hand = self.hand.max(end);
-        (self.run, self.run_count, self.rest) = (0, 0, 0..0);
     }
 }
 
@@ -620,26 +497,6 @@ enum Filled {
     Some,
     Nothing,
     EventPending,
-}
-
-/// Whether a page may go now; a hot one cools by one degree.
-fn is_cold(pager: &Pager, state: &mut State, address: usize) -> bool {
-    let page = process::page_of(address);
-    let word = state.table.get(page);
-    if state.loading.contains(&page) || state.must_stay(address) {
-        return false;
-    }
-    match word.phase() {
-        // A stored copy of a page that is present is old: left over from a fork.
-        Phase::Resident | Phase::Stored => {}
-        Phase::Dropped if state.now_s.wrapping_sub(word.payload()) & 0xff_ffff > DROPPED_FOR_S => {}
-        _ => return false,
-    }
-    if word.phase() == Phase::Resident && word.heat() > 0 {
-        state.table.update(page, word.with_heat(word.heat() - 1));
-        return false;
-    }
-    !pager.is_control_block(address) && state.table.set(page, word)
 }
 
 /// Pages from `start` on are in the frames from `frame` on.
@@ -676,84 +533,6 @@ fn drop_pages(state: &mut State, pages: u64) {
     let from_grown = pages.min(state.grown_pages);
     state.grown_pages -= from_grown;
     state.resident_pages -= (pages - from_grown).min(state.resident_pages);
-}
-
-/// Compresses the pages of a group that are still staged, `most` at most. Both threads do this, each with its own worker.
-///
-/// The lock is released while the codec works: a fault on such a page copies it from its frame, and we notice.
-pub fn compress_group<'a>(
-    pager: &'a Pager,
-    mut state: Guard<'a, Box<State>>,
-    worker: &mut Worker,
-    group: usize,
-    most: usize,
-) -> Guard<'a, Box<State>> {
-    let present = state.staging.groups[group].present;
-    let pages = state.staging.groups[group].pages;
-    let mut taken = 0u64;
-    for place in (0..GROUP).filter(|place| present >> place & 1 == 1) {
-        if taken.count_ones() as usize == most {
-            break;
-        }
-        let (page, frame) = (pages[place], (group * GROUP + place) as Frame);
-        let word = state.table.get(page);
-        if word.phase() == Phase::Staged && word.payload() == frame {
-            state.table.update(page, word.with_phase(Phase::Compressing));
-            taken |= 1 << place;
-        }
-    }
-    state.under_way += 1;
-    let first = process::page_of(state.staging.address((group * GROUP) as Frame));
-    drop(state);
-    let mut stored = 0u64;
-    for place in (0..GROUP).filter(|place| taken >> place & 1 == 1) {
-        // SAFETY: the frame is present and nobody writes to it: it leaves staging only when the group is released below.
-        let contents = unsafe { &*(((first as usize + place) * PAGE) as *const compcache_store::Page) };
-        // Under the frame's own number: what is stored under the page's changes under the lock only, for the page may
-        // be taken away, and another one moved to its place, while the codec works.
-        let written = pager.pool.write(worker, PageIndex(first + place as u64), contents);
-        stored |= u64::from(written.is_ok()) << place;
-    }
-    let mut state = pager.state.lock();
-    state.under_way -= 1;
-    settle_group(pager, &mut state, group, taken, stored);
-    state
-}
-
-/// What compressing a group came to: pages stored, pages that went another way meanwhile, pages the pool refused.
-fn settle_group(pager: &Pager, state: &mut State, group: usize, taken: u64, stored: u64) {
-    // As they are called now: a page may have been moved meanwhile.
-    let pages = state.staging.groups[group].pages;
-    let clock = (state.eviction_clock >> 6) as u32 & 0xff_ffff;
-    for place in (0..GROUP).filter(|place| taken >> place & 1 == 1) {
-        let (page, frame) = (pages[place], (group * GROUP + place) as Frame);
-        let object = PageIndex(process::page_of(state.staging.address(frame)));
-        let word = state.table.get(page);
-        let ours = word.phase() == Phase::Compressing && word.payload() == frame;
-        let stored = stored >> place & 1 == 1;
-        if ours && stored && pager.pool.move_slot(object, PageIndex(page)) == Ok(true) {
-            state.table.update(page, Word::new(Phase::Stored).with_payload(clock));
-        } else {
-            if stored {
-                let _ = pager.pool.discard(object);
-            }
-            if ours {
-                state.table.update(page, word.with_phase(Phase::Staged));
-            }
-        }
-    }
-    let held = state.staging.groups[group];
-    let still_staged = (0..GROUP).any(|place| {
-        let word = state.table.get(held.pages[place]);
-        held.present >> place & 1 == 1
-            && matches!(word.phase(), Phase::Staged)
-            && word.payload() == (group * GROUP + place) as Frame
-    });
-    if still_staged {
-        state.staging.staged.push(group);
-    } else {
-        state.staging.release(group);
-    }
 }
 
 /// Registers a range that the parent's descriptor may still hold: the parent lets go of it as soon as it hears of the

@@ -226,7 +226,7 @@ impl Handler {
             return state;
         }
         if let Some(group) = state.staging.staged.pop() {
-            return crate::evict::compress_group(pager, state, &mut self.worker, group, BATCH);
+            return crate::compress::compress_group(pager, state, &mut self.worker, group, BATCH);
         }
         if pager.exhausted.load(Acquire) {
             return state;

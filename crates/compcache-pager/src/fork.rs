@@ -124,11 +124,6 @@ fn ask(pager: &Pager, until: u32) {
     }
 }
 
-/// Whether a thread of the program's asks for something.
-pub fn asks(pager: &Pager) -> bool {
-    matches!(pager.fork_turn.stage.load(Acquire), FREEZE | THAW | KEEP)
-}
-
 /// Runs `work` in a thread of the program's while nobody forks. No signal comes meanwhile: its handler might fork.
 ///
 /// A copy of the process that has no pager has nobody to exclude, and its turn may be held by a thread it does not have.

@@ -6,7 +6,9 @@
 //! | module     | what it does                                                              |
 //! |------------|---------------------------------------------------------------------------|
 //! | `pager`    | what the two threads share, and how they start                            |
-//! | `evict`    | the evictor: limit, hand, staging, compressing                            |
+//! | `evict`    | the evictor: limit, staging, registering                                  |
+//! | `hand`     | finds cold pages                                                          |
+//! | `compress` | what is staged goes to the pool                                           |
 //! | `fault`    | the handler: faults and events                                            |
 //! | `events`   | munmap, mremap, madvise, applied to what is kept                          |
 //! | `fork`     | copies of the process                                                     |
@@ -27,13 +29,16 @@
 
 extern crate alloc;
 
+#[allow(unsafe_code, reason = "reads frames of staging")]
+mod compress;
 mod events;
-#[allow(unsafe_code, reason = "reads frames of staging; gives the morgue's memory back")]
+#[allow(unsafe_code, reason = "gives the morgue's memory back")]
 mod evict;
 #[allow(unsafe_code, reason = "names the memory the kernel copies from")]
 mod fault;
 #[allow(unsafe_code, reason = "frees locks of threads that a copy does not have")]
 pub mod fork;
+mod hand;
 mod keep;
 #[allow(unsafe_code, reason = "is a lock")]
 mod lock;

@@ -76,8 +76,6 @@ pub struct Group {
     pub present: u64,
     /// The page each frame holds; meaningless for garbage.
     pub pages: [u64; GROUP],
-    /// How many frames have been filled since the group was empty.
-    pub filled: u8,
 }
 
 /// All groups, and the lists they are in.
@@ -111,7 +109,7 @@ impl Staging {
         self.free = Queue::new();
         self.free_frames = 0;
         for group in 0..groups_max {
-            self.groups[group] = Group { present: 0, pages: [0; GROUP], filled: 0 };
+            self.groups[group] = Group { present: 0, pages: [0; GROUP] };
             self.empty.push(group);
         }
     }
@@ -166,7 +164,6 @@ impl Staging {
         let frames = self.groups[group].present.count_ones() as usize;
         self.free_frames += frames;
         if frames == 0 {
-            self.groups[group].filled = 0;
             self.empty.push(group);
         } else {
             self.free.push(group);

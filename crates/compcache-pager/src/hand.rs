@@ -1,0 +1,163 @@
+//! The hand: goes round the registered ranges in order of address and finds pages that may leave.
+//!
+//! A page it meets that has heat loses one degree and stays; a cold one may go, in runs as long as they come.
+//!
+//! # Source
+//! A clock hand with counts is S3-FIFO's main queue (Yang et al., 2023).
+
+use crate::memory::PAGE;
+use crate::pager::{Channel, Pager, State};
+use crate::process;
+use crate::scan::ScanBuffer;
+use crate::sys::Errno;
+use crate::table::{HEAT_MAX, Phase};
+use core::ops::Range;
+
+/// How much of the address range is looked at in one scan, bytes.
+const SCAN_BYTES: usize = 16 << 20;
+const RUNS_MAX: usize = 128;
+const SHARED_MAX: usize = 64;
+/// After this time a page that was announced to be dropped and is still there was not dropped (MADV_FREE).
+const DROPPED_FOR_S: u32 = 10;
+
+/// Where the hand is, and what it has found there.
+pub struct Hand {
+    scan: ScanBuffer,
+    runs: [(usize, usize); RUNS_MAX],
+    run: usize,
+    run_count: usize,
+    /// What is left of the run under the hand.
+    rest: Range<usize>,
+    /// The map's generation when `runs` was filled.
+    generation: u64,
+    at: usize,
+    /// Pages that would not move because a copy of the process may share them.
+    shared: [usize; SHARED_MAX],
+    shared_count: usize,
+}
+
+impl Hand {
+    /// A hand that has found nothing yet.
+    pub fn new() -> Hand {
+        Hand {
+            scan: ScanBuffer::new(false),
+            runs: [(0, 0); RUNS_MAX],
+            run: 0,
+            run_count: 0,
+            rest: 0..0,
+            generation: 0,
+            at: 0,
+            shared: [0; SHARED_MAX],
+            shared_count: 0,
+        }
+    }
+
+    /// Forgets what it has found.
+    pub fn reset(&mut self) {
+        (self.run, self.run_count, self.rest) = (0, 0, 0..0);
+    }
+
+    /// Goes back to a page of the run it is in.
+    pub fn go_back(&mut self, address: usize) {
+        self.rest.start = address;
+    }
+
+    /// The pages that would not move since this was last asked; they are forgotten.
+    pub fn take_shared(&mut self) -> &[usize] {
+        let count = core::mem::take(&mut self.shared_count);
+        &self.shared[..count]
+    }
+
+    /// Sees to it that there is something in `rest`: what is left of a run of present pages, or the next run. False when
+    /// the hand has been everywhere.
+    pub fn next_run(&mut self, channel: &Channel, state: &mut State, wrapped: &mut u32) -> bool {
+        if self.generation != state.generation {
+            self.generation = state.generation;
+            self.reset();
+        }
+        if !self.rest.is_empty() {
+            return true;
+        }
+        while self.run == self.run_count {
+            let Some(region) = state.regions.at_or_after(self.at) else {
+                *wrapped += 1;
+                // Each round takes one degree of heat off: after as many everything is cold that is there.
+                if *wrapped > HEAT_MAX + 1 || state.regions.len() == 0 {
+                    return false;
+                }
+                self.at = 0;
+                continue;
+            };
+            let start = self.at.max(region.start);
+            let end = region.end.min(start + SCAN_BYTES);
+            let (runs, mut count) = (&mut self.runs, 0);
+            self.at = self.scan.present_runs(channel.pagemap(), start..end, |run| {
+                runs[count] = (run.start, run.end);
+                count += 1;
+                count < RUNS_MAX
+            });
+            (self.run, self.run_count) = (0, count);
+        }
+        let (start, end) = self.runs[self.run];
+        self.run += 1;
+        self.rest = start..end;
+        true
+    }
+
+    /// The first cold pages of `rest`, at most `most`; what was hot before and just after them has cooled by one degree.
+    /// `rest` is what comes after.
+    pub fn cold_part(&mut self, pager: &Pager, state: &mut State, most: usize) -> Range<usize> {
+        let mut at = self.rest.start;
+        let mut cold = None;
+        while at < self.rest.end {
+            let is_cold = is_cold(pager, state, at);
+            at += PAGE;
+            match (&mut cold, is_cold) {
+                (None, true) => cold = Some(at - PAGE..at),
+                (Some(cold), true) => cold.end = at,
+                (None, false) => continue,
+                (Some(_), false) => break,
+            }
+            if cold.as_ref().is_some_and(|cold| (cold.end - cold.start) / PAGE == most) {
+                break;
+            }
+        }
+        self.rest.start = at;
+        cold.unwrap_or(at..at)
+    }
+
+    /// A page that will not move: pinned, shared with a copy of the process, gone, or in a range of another kind.
+    pub fn pass_over(&mut self, state: &mut State, address: usize, errno: Errno) {
+        if matches!(errno, Errno::EBUSY | Errno::ENOENT) {
+            if errno == Errno::EBUSY && self.shared_count < SHARED_MAX {
+                self.shared[self.shared_count] = address;
+                self.shared_count += 1;
+            }
+            self.rest.start = (address + PAGE).min(self.rest.end);
+            return;
+        }
+        let end = state.regions.containing(address).map_or(address + PAGE, |region| region.end);
+        self.at = self.at.max(end);
+        self.reset();
+    }
+}
+
+/// Whether a page may go now; a hot one cools by one degree.
+fn is_cold(pager: &Pager, state: &mut State, address: usize) -> bool {
+    let page = process::page_of(address);
+    let word = state.table.get(page);
+    if state.loading.contains(&page) || state.must_stay(address) {
+        return false;
+    }
+    match word.phase() {
+        // A stored copy of a page that is present is old: left over from a fork.
+        Phase::Resident | Phase::Stored => {}
+        Phase::Dropped if state.now_s.wrapping_sub(word.payload()) & 0xff_ffff > DROPPED_FOR_S => {}
+        _ => return false,
+    }
+    if word.phase() == Phase::Resident && word.heat() > 0 {
+        state.table.update(page, word.with_heat(word.heat() - 1));
+        return false;
+    }
+    !pager.is_control_block(address) && state.table.set(page, word)
+}
