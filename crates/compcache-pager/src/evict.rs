@@ -1,7 +1,7 @@
 //! The evictor: keeps the process within its limit, with room for pages that come back.
 //!
 //! What the hand ([`crate::hand`]) finds cold is moved out to staging. There it gets a second chance: it is compressed only
-//! when a quarter of the groups are staged behind it, and if it is touched before, it goes back and is hot. Heat also
+//! when three quarters of the groups are staged behind it, and if it is touched before, it goes back and is hot. Heat also
 //! comes from the refault distance (`fault`): a page that returns sooner than the whole resident set could have been
 //! replaced belongs to the working set.
 //!
@@ -219,7 +219,7 @@ impl Evictor {
             return false;
         }
         let limit_bytes = state.limit_pages as usize * PAGE;
-        let groups = (limit_bytes / (GROUP * PAGE) / 20).clamp(6, GROUPS_MAX);
+        let groups = (limit_bytes / (GROUP * PAGE) / 8).clamp(6, GROUPS_MAX);
         state.staging.reset(pager.staging_start, groups);
         let staging = pager.staging_start..pager.staging_start + STAGING_BYTES;
         if !register_patiently(channel, staging) || !channel.make_gate() || pager.start_handler().is_err() {
@@ -437,6 +437,8 @@ impl Evictor {
             state.grown_pages = 0;
             state.resident_pages = state.resident_pages.min(state.limit_pages);
         }
+        drop(state);
+        pager.tell_progress();
     }
 
     /// Moves cold pages into an empty group until it is full, under one hold of the lock: who waits for it leaves a

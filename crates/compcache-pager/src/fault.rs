@@ -28,6 +28,8 @@ const MESSAGES: usize = 16;
 const PENDING: usize = 512;
 /// Faults between two looks at where they come from: a look costs about as much as a fault.
 const FAULTS_BETWEEN_LOOKS: u32 = 128;
+/// The same before it is known where they come from.
+const FAULTS_BEFORE_A_LOOK: u32 = 8;
 /// How long the handler waits for the evictor to free a frame before it lets the process grow.
 const WAIT_FOR_FRAME_NS: u64 = 2_000_000;
 
@@ -82,7 +84,7 @@ impl Handler {
             streams: Streams::default(),
             cpu: None,
             seen_cpu: None,
-            until_look: FAULTS_BETWEEN_LOOKS,
+            until_look: FAULTS_BEFORE_A_LOOK,
         })
     }
 
@@ -219,13 +221,15 @@ impl Handler {
         }
     }
 
-    /// The process is above its limit: compresses what is staged, as the evictor does on the other processor. With nothing
-    /// staged, whoever faults waits for the evictor, unless that has found nothing to evict.
+    /// The process is above its limit: compresses some of what is staged, as the evictor does on the other processor. With
+    /// nothing staged, or far above, whoever faults waits for the evictor, which alone gives memory back, unless that has
+    /// found nothing to evict.
     fn help<'a>(&mut self, pager: &'a Pager, mut state: Guard<'a, Box<State>>) -> Guard<'a, Box<State>> {
         if pager.frozen.load(Acquire) {
             return state;
         }
-        if let Some(group) = state.staging.staged.pop() {
+        let far_above = state.estimate_pages() > state.limit_pages + state.limit_pages / 16;
+        if !far_above && let Some(group) = state.staging.staged.pop() {
             return crate::compress::compress_group(pager, state, &mut self.worker, group, BATCH);
         }
         if pager.exhausted.load(Acquire) {
@@ -251,36 +255,16 @@ impl Handler {
         }
         let word = state.table.get(page);
         let answer = match word.phase() {
-            Phase::Staged => self.second_chance(pager, channel, &mut state, page, word),
-            Phase::Compressing => self.copy_back(channel, &mut state, page, word),
+            Phase::Staged | Phase::Compressing => self.second_chance(pager, channel, &mut state, page, word),
             Phase::Stored => return self.load(pager, channel, state, page),
             Phase::Resident | Phase::Dropped => self.first_touch(pager, channel, &mut state, page),
         };
         (state, answer)
     }
 
-    /// The page was still on its way out: it is hot, and goes back as it is.
+    /// The page was still on its way out: it is hot, and goes back. By copy: moving its frame back would interrupt the
+    /// processor the evictor runs on, which takes ten times as long (docs/decisions/0006). The frame is garbage then.
     fn second_chance(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64, word: Word) -> Answer {
-        let frame = word.payload();
-        let (moved, error) = channel.move_pages(channel.uffd, page as usize * PAGE, state.staging.address(frame), PAGE);
-        match error {
-            None => {
-                debug_assert_eq!(moved, PAGE);
-                state.staging.forget(frame);
-            }
-            Some(Errno::EAGAIN) => return Answer::Again,
-            Some(Errno::EEXIST) => channel.uffd.wake(page as usize * PAGE, PAGE),
-            Some(_) => return self.copy_back(channel, state, page, word),
-        }
-        state.table.update(page, Word::new(Phase::Resident).with_heat((word.heat() + 2).min(HEAT_MAX)));
-        if let Some(slot) = pager.slot() {
-            slot.counters.refaults_staged.fetch_add(1, Relaxed);
-        }
-        Answer::Done
-    }
-
-    /// The page's frame cannot be had now: its contents can.
-    fn copy_back(&mut self, channel: &Channel, state: &mut State, page: u64, word: Word) -> Answer {
         let source = state.staging.address(word.payload()) as *const u8;
         // SAFETY: a frame of a staged or compressing page is present until its group is released, under this lock.
         let (_, error) = unsafe { channel.uffd.copy(page as usize * PAGE, source, PAGE) };
@@ -295,6 +279,9 @@ impl Handler {
             }
         }
         state.table.update(page, Word::new(Phase::Resident).with_heat((word.heat() + 2).min(HEAT_MAX)));
+        if let Some(slot) = pager.slot() {
+            slot.counters.refaults_staged.fetch_add(1, Relaxed);
+        }
         Answer::Done
     }
 
@@ -539,6 +526,9 @@ impl Handler {
         let Some(cpu) = crate::process::cpu_of(thread) else { return };
         // Two looks must agree: several threads that fault in turn would have us run after each.
         let agreed = self.seen_cpu.replace(cpu) == Some(cpu);
+        if !agreed {
+            self.until_look = FAULTS_BEFORE_A_LOOK;
+        }
         if !agreed || self.cpu == Some(cpu) {
             return;
         }

@@ -491,7 +491,7 @@ impl State {
 
     /// Room kept below the limit for pages that come back while others are still on their way out, pages.
     pub fn reserve_pages(&self) -> u64 {
-        (self.staging.groups_max * GROUP) as u64 / 2
+        (self.staging.groups_max * GROUP) as u64 / 8
     }
 
     /// The best guess at what the process holds now, pages.

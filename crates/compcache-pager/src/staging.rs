@@ -156,7 +156,7 @@ impl Staging {
 
     /// Groups that stay staged for a second chance.
     pub fn held_groups(&self) -> usize {
-        self.groups_max / 4
+        self.groups_max * 3 / 4
     }
 
     /// A group whose pages are all elsewhere: its frames are garbage, or there are none.

@@ -3,7 +3,7 @@
 //! | phase        | where the bytes are | on a fault                  | on eviction      |
 //! |--------------|---------------------|-----------------------------|------------------|
 //! | `Resident`   | the process         | filled with zeroes          | -> `Staged`      |
-//! | `Staged`     | a staging frame     | moved back                  | -> `Compressing` |
+//! | `Staged`     | a staging frame     | copied from the frame       | -> `Compressing` |
 //! | `Compressing`| a staging frame     | copied from the frame       | -> `Stored`      |
 //! | `Stored`     | the pool            | decompressed, copied in     | (none)           |
 //! | `Dropped`    | about to be zeroes  | filled with zeroes          | (none)           |
