@@ -27,7 +27,7 @@ const BATCH: usize = 16;
 const MESSAGES: usize = 16;
 const PENDING: usize = 512;
 /// Faults between two looks at where they come from: a look costs about as much as a fault.
-const FAULTS_BETWEEN_LOOKS: u32 = 128;
+const FAULTS_BETWEEN_LOOKS: u32 = 32;
 /// The same before it is known where they come from.
 const FAULTS_BEFORE_A_LOOK: u32 = 8;
 /// How long the handler waits for the evictor to free a frame before it lets the process grow.
