@@ -466,6 +466,9 @@ impl Evictor {
             let moved = moved / PAGE;
             note_staged(pager, state, cold.start, frame, moved);
             filled += moved;
+            if moved > 0 {
+                self.hand.moved();
+            }
             match error {
                 None => {}
                 // Stopped half-way, for a reason that the next try will name.
@@ -475,7 +478,13 @@ impl Evictor {
                     outcome = Filled::EventPending;
                     break;
                 }
-                Some(errno) => self.hand.pass_over(state, cold.start + moved * PAGE, errno),
+                // Something lies in the frame that nobody has put there: garbage.
+                Some(Errno::EEXIST) => {
+                    state.staging.groups[group].present |= 1 << filled;
+                    filled += 1;
+                    self.hand.go_back(cold.start + moved * PAGE);
+                }
+                Some(errno) => self.hand.pass_over(cold.start + moved * PAGE, pages - moved, errno),
             }
         }
         if filled == 0 {

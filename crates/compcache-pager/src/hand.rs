@@ -9,6 +9,7 @@ use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State};
 use crate::process;
 use crate::scan::ScanBuffer;
+use crate::staging::GROUP;
 use crate::sys::Errno;
 use crate::table::{HEAT_MAX, Phase};
 use core::ops::Range;
@@ -31,6 +32,9 @@ pub struct Hand {
     /// The map's generation when `runs` was filled.
     generation: u64,
     at: usize,
+    /// Most pages to be moved with the next call, and pages to pass over when one alone is refused.
+    most: usize,
+    odd: usize,
     /// Pages that would not move because a copy of the process may share them.
     shared: [usize; SHARED_MAX],
     shared_count: usize,
@@ -47,6 +51,8 @@ impl Hand {
             rest: 0..0,
             generation: 0,
             at: 0,
+            most: GROUP,
+            odd: 0,
             shared: [0; SHARED_MAX],
             shared_count: 0,
         }
@@ -60,6 +66,11 @@ impl Hand {
     /// Goes back to a page of the run it is in.
     pub fn go_back(&mut self, address: usize) {
         self.rest.start = address;
+    }
+
+    /// Pages have moved.
+    pub fn moved(&mut self) {
+        (self.most, self.odd) = (GROUP, 0);
     }
 
     /// The pages that would not move since this was last asked; they are forgotten.
@@ -104,9 +115,10 @@ impl Hand {
         true
     }
 
-    /// The first cold pages of `rest`, at most `most`; what was hot before and just after them has cooled by one degree.
+    /// The first cold pages of `rest`, at most `room`, as many as may move with one call; what was hot before and just after them has cooled by one degree.
     /// `rest` is what comes after.
-    pub fn cold_part(&mut self, pager: &Pager, state: &mut State, most: usize) -> Range<usize> {
+    pub fn cold_part(&mut self, pager: &Pager, state: &mut State, room: usize) -> Range<usize> {
+        let most = room.min(self.most);
         let mut at = self.rest.start;
         let mut cold = None;
         while at < self.rest.end {
@@ -126,19 +138,25 @@ impl Hand {
         cold.unwrap_or(at..at)
     }
 
-    /// A page that will not move: pinned, shared with a copy of the process, gone, or in a range of another kind.
-    pub fn pass_over(&mut self, state: &mut State, address: usize, errno: Errno) {
-        if matches!(errno, Errno::EBUSY | Errno::ENOENT) {
-            if errno == Errno::EBUSY && self.shared_count < SHARED_MAX {
-                self.shared[self.shared_count] = address;
-                self.shared_count += 1;
-            }
-            self.rest.start = (address + PAGE).min(self.rest.end);
-            return;
+    /// `pages` at `address` will not move: the first is pinned, shared with a copy of the process, or gone; or something
+    /// is wrong with all of them, for they lie in several mappings, or in one of another kind (read-only, locked).
+    pub fn pass_over(&mut self, address: usize, pages: usize, errno: Errno) {
+        if errno == Errno::EBUSY && self.shared_count < SHARED_MAX {
+            self.shared[self.shared_count] = address;
+            self.shared_count += 1;
         }
-        let end = state.regions.containing(address).map_or(address + PAGE, |region| region.end);
-        self.at = self.at.max(end);
-        self.reset();
+        let passed_over = match errno {
+            Errno::EBUSY | Errno::ENOENT => 1,
+            _ if pages > 1 => {
+                self.most = pages / 2;
+                0
+            }
+            _ => {
+                self.odd = (self.odd * 2).clamp(1, GROUP);
+                self.odd
+            }
+        };
+        self.rest.start = (address + passed_over * PAGE).min(self.rest.end);
     }
 }
 

@@ -162,12 +162,16 @@ impl Channel {
             done += moved;
             let Some(errno) = error else { return (len, None) };
             let stopped_short = errno == Errno::EEXIST || errno == Errno::EAGAIN && moved > 0;
-            if !stopped_short || !scan::has_moved(self.pagemap(), dst + done, src + done) {
-                return (done, error);
+            let told = done;
+            // All of them now: the next try may be refused for another reason, and say nothing of these.
+            while stopped_short && done < len && scan::has_moved(self.pagemap(), dst + done, src + done) {
+                done += PAGE;
             }
-            done += PAGE;
             if done == len {
                 return (len, None);
+            }
+            if done == told {
+                return (done, error);
             }
         }
     }
@@ -424,9 +428,19 @@ impl Pager {
     pub fn add_control_block(&self, address: usize) {
         for known in self.threads.iter() {
             match known.compare_exchange(0, address, AcqRel, Acquire) {
-                Ok(_) => return touch_control_block(address),
+                Ok(_) => return self.touch_control_block(address),
                 Err(there) if there.abs_diff(address) < PAGE => return,
                 Err(_) => {}
+            }
+        }
+    }
+
+    /// Brings a control block back, should it have been evicted before it was known for one. The caller holds no lock.
+    fn touch_control_block(&self, address: usize) {
+        for near in [address - PAGE, address, address + PAGE] {
+            // A stack may lie beside memory of ours: a frame that is touched is not empty any more.
+            if !self.never.overlaps(&(near..near + 1)) {
+                sys::write_nothing(near & !3);
             }
         }
     }
@@ -465,13 +479,6 @@ impl Pager {
     /// Memory of ours in this process, bytes, besides staging (which counts as the program's: it holds its pages).
     pub fn ours_bytes(&self, state: &State) -> u64 {
         self.store.mem_used_total_bytes() + state.table.used_bytes() + FIXED_BYTES
-    }
-}
-
-/// Brings a control block back, should it have been evicted before it was known for one. The caller holds no lock.
-fn touch_control_block(address: usize) {
-    for near in [address - PAGE, address, address + PAGE] {
-        sys::write_nothing(near & !3);
     }
 }
 
