@@ -1,24 +1,26 @@
 //! Compressing what is staged: by the evictor, and by the handler when the process is above its limit.
+//!
+//! In three steps, the lock held in the first and the last: a fault on a page in work copies it from its frame, and that
+//! is noticed at the end.
 
-use crate::lock::Guard;
 use crate::memory::PAGE;
 use crate::pager::{Pager, State};
 use crate::process;
 use crate::staging::{Frame, GROUP};
 use crate::table::{Phase, Word};
-use alloc::boxed::Box;
 use compcache_store::{PageIndex, Worker};
 
-/// Compresses the pages of a group that are still staged, `most` at most. Both threads do this, each with its own worker.
-///
-/// The lock is released while the codec works: a fault on such a page copies it from its frame, and we notice.
-pub fn compress_group<'a>(
-    pager: &'a Pager,
-    mut state: Guard<'a, Box<State>>,
-    worker: &mut Worker,
+/// Pages of a group that are being compressed.
+pub struct Batch {
     group: usize,
-    most: usize,
-) -> Guard<'a, Box<State>> {
+    /// The number of the group's first frame, as a page.
+    first: u64,
+    taken: u64,
+    stored: u64,
+}
+
+/// Takes the pages of a group that are still staged, `most` at most.
+pub fn begin(state: &mut State, group: usize, most: usize) -> Batch {
     let present = state.staging.groups[group].present;
     let pages = state.staging.groups[group].pages;
     let mut taken = 0u64;
@@ -35,24 +37,26 @@ pub fn compress_group<'a>(
     }
     state.under_way += 1;
     let first = process::page_of(state.staging.address((group * GROUP) as Frame));
-    drop(state);
-    let mut stored = 0u64;
-    for place in (0..GROUP).filter(|place| taken >> place & 1 == 1) {
-        // SAFETY: the frame is present and nobody writes to it: it leaves staging only when the group is released below.
-        let contents = unsafe { &*(((first as usize + place) * PAGE) as *const compcache_store::Page) };
-        // Under the frame's own number: what is stored under the page's changes under the lock only, for the page may
-        // be taken away, and another one moved to its place, while the codec works.
-        let written = pager.pool.write(worker, PageIndex(first + place as u64), contents);
-        stored |= u64::from(written.is_ok()) << place;
-    }
-    let mut state = pager.state.lock();
-    state.under_way -= 1;
-    settle_group(pager, &mut state, group, taken, stored);
-    state
+    Batch { group, first, taken, stored: 0 }
 }
 
-/// What compressing a group came to: pages stored, pages that went another way meanwhile, pages the pool refused.
-fn settle_group(pager: &Pager, state: &mut State, group: usize, taken: u64, stored: u64) {
+/// Compresses them. The caller does not hold the lock.
+pub fn compress(pager: &Pager, worker: &mut Worker, batch: &mut Batch) {
+    for place in (0..GROUP).filter(|place| batch.taken >> place & 1 == 1) {
+        // SAFETY: the frame is present and nobody writes to it: it leaves staging only when the group is released, in
+        // `settle`.
+        let contents = unsafe { &*(((batch.first as usize + place) * PAGE) as *const compcache_store::Page) };
+        // Under the frame's own number: what is stored under the page's changes under the lock only, for the page may
+        // be taken away, and another one moved to its place, while the codec works.
+        let written = pager.pool.write(worker, PageIndex(batch.first + place as u64), contents);
+        batch.stored |= u64::from(written.is_ok()) << place;
+    }
+}
+
+/// What compressing came to: pages stored, pages that went another way meanwhile, pages the pool refused.
+pub fn settle(pager: &Pager, state: &mut State, batch: &Batch) {
+    let &Batch { group, taken, stored, .. } = batch;
+    state.under_way -= 1;
     // As they are called now: a page may have been moved meanwhile.
     let pages = state.staging.groups[group].pages;
     let clock = (state.eviction_clock >> 6) as u32 & 0xff_ffff;

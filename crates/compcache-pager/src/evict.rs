@@ -11,16 +11,17 @@
 //! # Source
 //! The refault distance is `mm/workingset.c`.
 
-use crate::compress::compress_group;
+use crate::compress;
 use crate::events;
 use crate::fork;
 use crate::hand::Hand;
 use crate::lock::{self, Guard};
 use crate::maps::{self, MapsBuffer};
 use crate::memory::PAGE;
-use crate::pager::{Channel, Pager, REGIONS_MAX, STAGING_BYTES, State, boxed_zeroed, clock_ns};
+use crate::pager::{Channel, Pager, REGIONS_MAX, STAGING_BYTES, State, Way, boxed_zeroed, clock_ns};
 use crate::process;
 use crate::regions::Ranges;
+use crate::remap;
 use crate::shared::{Region, Totals};
 use crate::staging::{Frame, GROUP, GROUPS_MAX};
 use crate::sys::{self, Errno};
@@ -158,6 +159,9 @@ impl Evictor {
                 return NAP_MAX_NS;
             }
             let has_more = over && (look.unknown_growth > 16 || pager.exhausted.load(Acquire));
+            if armed && matches!(channel.way, Way::Remap) && !self.may_evict(pager) {
+                return NAP_IDLE_NS;
+            }
             if armed && (has_more || pager.kept_unregistered.swap(false, AcqRel)) {
                 self.find_regions(pager, channel);
             }
@@ -199,8 +203,8 @@ impl Evictor {
         let totals = pager.region.totals();
         let headroom_bytes = headroom_bytes(pager.region, &totals);
         let headroom = share_of(headroom_bytes / PAGE as i64, resident, &totals);
-        state.limit_pages = (resident as i64 + headroom).max(0) as u64;
-        Some(Look { over_pages: -headroom, unknown_growth, busy })
+        state.limit_pages = state.floor_pages(now_ns).max((resident as i64 + headroom).max(0) as u64);
+        Some(Look { over_pages: resident as i64 - state.limit_pages as i64, unknown_growth, busy })
     }
 
     /// Starts the handler and registers what there is.
@@ -222,7 +226,16 @@ impl Evictor {
         let groups = (limit_bytes / (GROUP * PAGE) / 8).clamp(6, GROUPS_MAX);
         state.staging.reset(pager.staging_start, groups);
         let staging = pager.staging_start..pager.staging_start + STAGING_BYTES;
-        if !register_patiently(channel, staging) || !channel.make_gate() || pager.start_handler().is_err() {
+        let registered = match channel.way {
+            Way::Move { .. } => staging,
+            Way::Remap => {
+                // In a copy of the process: frames that were garbage in its parent.
+                state.staging.frames().for_each(|frames| _ = drop_contents(frames.start, GROUP));
+                self.hand.use_old_scan();
+                staging.end - PAGE..staging.end
+            }
+        };
+        if !register_patiently(channel, registered) || !channel.make_gate() || pager.start_handler().is_err() {
             pager.region.note_trouble(crate::shared::Trouble::NoThread, 0);
             return false;
         }
@@ -279,6 +292,21 @@ impl Evictor {
         true
     }
 
+    /// Whether pages may leave by mremap at all: not if a device may write to them, nor if all are locked.
+    fn may_evict(&mut self, pager: &Pager) -> bool {
+        if let Some(files) = self.files.as_ref().filter(|_| !pager.has_devices()) {
+            maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
+                if mapping.device_queue {
+                    pager.note_devices();
+                }
+            });
+        }
+        if pager.has_devices() {
+            pager.region.note_trouble(crate::shared::Trouble::Devices, 0);
+        }
+        !pager.has_devices() && !pager.remapping.locked.load(Acquire)
+    }
+
     /// Learns of threads that were made behind our back, now and then: their control blocks must not leave.
     fn note_threads(&mut self, pager: &Pager) {
         if pager.armed.load(Acquire) && self.looked_at_ns - self.threads_noted_ns >= BETWEEN_THREADS_NS {
@@ -309,7 +337,7 @@ impl Evictor {
             if pager.frozen.load(Acquire) {
                 return;
             }
-            if state.generation != generation || !state.pending.is_empty() {
+            if state.generation != generation || !pager.is_settled(&state) {
                 continue;
             }
             for range in found.iter() {
@@ -338,6 +366,7 @@ impl Evictor {
             }
             if fruitless > 2 {
                 pager.exhausted.store(true, Release);
+                state.raise_floor(self.looked_at_ns);
                 pager.tell_progress();
                 return Evicted::Enough;
             }
@@ -378,7 +407,10 @@ impl Evictor {
     /// Compresses the group that has been staged longest. False when none is.
     fn compress_oldest(&mut self, pager: &Pager, mut state: Guard<'_, Box<State>>) -> bool {
         let Some(group) = state.staging.staged.pop() else { return false };
-        drop(compress_group(pager, state, &mut self.worker, group, GROUP));
+        let mut batch = compress::begin(&mut state, group, GROUP);
+        drop(state);
+        compress::compress(pager, &mut self.worker, &mut batch);
+        compress::settle(pager, &mut pager.state.lock(), &batch);
         pager.tell_progress();
         true
     }
@@ -394,7 +426,7 @@ impl Evictor {
         !shared.is_empty()
     }
 
-    /// Gives garbage frames back to the system: moves them to the morgue and drops them there, without the lock.
+    /// Gives garbage frames back to the system, without the lock.
     fn bury(&mut self, pager: &Pager, channel: &Channel, mut state: Guard<'_, Box<State>>) {
         let mut groups = [0; BURIED_AT_ONCE / GROUP];
         let count = state.staging.take_garbage(&mut groups);
@@ -410,21 +442,21 @@ impl Evictor {
         for (left, &group) in left.iter_mut().zip(groups) {
             let mut from = 0;
             while let Some(run) = next_run_of_bits(*left, from) {
-                let source = frames_start + (group * GROUP + run.start) * PAGE;
-                let target = pager.morgue_start + buried * PAGE;
-                let (moved, _) = channel.move_pages(channel.quiet, target, source, run.len() * PAGE);
-                let moved = moved / PAGE;
-                *left &= !(bits(moved) << run.start);
-                buried += moved;
+                let start = frames_start + (group * GROUP + run.start) * PAGE;
+                let gone = match channel.way {
+                    Way::Move { quiet } => {
+                        let grave = pager.morgue_start + buried * PAGE;
+                        channel.move_pages(quiet, grave, start, run.len() * PAGE).0 / PAGE
+                    }
+                    Way::Remap => drop_contents(start, run.len()),
+                };
+                *left &= !(bits(gone) << run.start);
+                buried += gone;
                 from = run.end;
             }
         }
-        if buried > 0 {
-            // SAFETY: the morgue is the pager's own, and nothing in it is wanted.
-            let _ = unsafe {
-                let morgue = pager.morgue_start as *mut c_void;
-                rustix::mm::madvise(morgue, buried * PAGE, rustix::mm::Advice::LinuxDontNeed)
-            };
+        if buried > 0 && matches!(channel.way, Way::Move { .. }) {
+            drop_contents(pager.morgue_start, buried);
         }
         let mut state = pager.state.lock();
         state.under_way -= 1;
@@ -444,56 +476,110 @@ impl Evictor {
     /// Moves cold pages into an empty group until it is full, under one hold of the lock: who waits for it leaves a
     /// processor idle, and one that idles need not be interrupted for every move (docs/decisions/0006).
     fn fill_group(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> Filled {
-        if !state.pending.is_empty() {
+        if !pager.is_settled(state) {
             return Filled::EventPending;
         }
-        let Some(group) = state.staging.empty.pop() else { return Filled::Nothing };
-        let mut filled = 0;
-        let mut outcome = Filled::Nothing;
-        let mut wrapped = 0;
-        while filled < GROUP {
-            if !self.hand.next_run(channel, state, &mut wrapped) {
-                break;
-            }
-            let cold = self.hand.cold_part(pager, state, GROUP - filled);
-            if cold.is_empty() {
-                continue;
-            }
-            let frame = (group * GROUP + filled) as Frame;
-            let pages = (cold.end - cold.start) / PAGE;
-            let (moved, error) =
-                channel.move_pages(channel.uffd, state.staging.address(frame), cold.start, pages * PAGE);
-            let moved = moved / PAGE;
-            note_staged(pager, state, cold.start, frame, moved);
-            filled += moved;
-            if moved > 0 {
-                self.hand.moved();
-            }
-            match error {
-                None => {}
-                // Stopped half-way, for a reason that the next try will name.
-                Some(Errno::EAGAIN) if moved > 0 => self.hand.go_back(cold.start + moved * PAGE),
-                Some(Errno::EAGAIN) => {
-                    self.hand.go_back(cold.start);
+        let Some(group) = state.staging.pop_empty() else { return Filled::Nothing };
+        let (mut filled, mut wrapped, mut outcome) = (0, 0, Filled::Nothing);
+        while filled < GROUP && self.hand.next_run(channel, state, &mut wrapped) {
+            let (frame, room) = ((group * GROUP + filled) as Frame, GROUP - filled);
+            let piece = match channel.way {
+                Way::Move { .. } => self.move_run(pager, channel, state, frame, room),
+                Way::Remap => self.remap_span(pager, channel, state, frame, room),
+            };
+            match piece {
+                Some(frames) => filled += frames,
+                None => {
                     outcome = Filled::EventPending;
                     break;
                 }
-                // Something lies in the frame that nobody has put there: garbage.
-                Some(Errno::EEXIST) => {
-                    state.staging.groups[group].present |= 1 << filled;
-                    filled += 1;
-                    self.hand.go_back(cold.start + moved * PAGE);
-                }
-                Some(errno) => self.hand.pass_over(cold.start + moved * PAGE, pages - moved, errno),
             }
         }
-        if filled == 0 {
+        if state.staging.groups[group].present == 0 {
             state.staging.empty.push(group);
             return outcome;
         }
         state.staging.staged.push(group);
         pager.exhausted.store(false, Release);
         Filled::Some
+    }
+
+    /// Moves the next cold pages that are neighbours to the frames from `frame` on. Returns how many frames that took;
+    /// `None` when an event must be read first.
+    fn move_run(
+        &mut self,
+        pager: &Pager,
+        channel: &Channel,
+        state: &mut State,
+        frame: Frame,
+        room: usize,
+    ) -> Option<usize> {
+        let cold = self.hand.cold_part(pager, state, room);
+        if cold.is_empty() {
+            return Some(0);
+        }
+        let pages = (cold.end - cold.start) / PAGE;
+        let (moved, error) = channel.move_pages(channel.uffd, state.staging.address(frame), cold.start, pages * PAGE);
+        let moved = moved / PAGE;
+        let stopped_at = cold.start + moved * PAGE;
+        note_staged(pager, state, cold.start, frame, moved);
+        if moved > 0 {
+            self.hand.moved();
+        }
+        match error {
+            None => {}
+            // Stopped half-way, for a reason that the next try will name.
+            Some(Errno::EAGAIN) => {
+                self.hand.go_back(stopped_at);
+                return (moved > 0).then_some(moved);
+            }
+            // Something lies in the frame that nobody has put there: garbage.
+            Some(Errno::EEXIST) => {
+                let occupied = frame as usize + moved;
+                state.staging.groups[occupied / GROUP].present |= 1 << (occupied % GROUP);
+                self.hand.go_back(stopped_at);
+                return Some(moved + 1);
+            }
+            Some(errno) => self.hand.pass_over(stopped_at, pages - moved, errno),
+        }
+        Some(moved)
+    }
+
+    /// As [`Evictor::move_run`], with all that lies between cold pages that are near to each other.
+    fn remap_span(
+        &mut self,
+        pager: &Pager,
+        channel: &Channel,
+        state: &mut State,
+        frame: Frame,
+        room: usize,
+    ) -> Option<usize> {
+        let span = self.hand.cold_span(pager, state, room);
+        if span.is_empty() {
+            return Some(0);
+        }
+        // The call before this one may have let the handler read something.
+        if !pager.is_settled(state) || !channel.is_quiet() {
+            self.hand.go_back_to_span();
+            return None;
+        }
+        let pages = (span.end - span.start) / PAGE;
+        match remap::take_out(pager, channel, state, &span, frame) {
+            Ok(present) => {
+                self.hand.moved();
+                let mut from = 0;
+                while let Some(run) = next_run_of_bits(present, from) {
+                    note_staged(pager, state, span.start + run.start * PAGE, frame + run.start as Frame, run.len());
+                    from = run.end;
+                }
+                Some(pages)
+            }
+            Err(errno) => {
+                self.hand.go_back_to_span();
+                self.hand.pass_over(span.start, pages, errno);
+                Some(0)
+            }
+        }
     }
 }
 
@@ -517,7 +603,9 @@ fn note_staged(pager: &Pager, state: &mut State, start: usize, frame: Frame, pag
         if state.table.get(page).phase() == Phase::Stored {
             let _ = pager.pool.discard(PageIndex(page));
         }
-        state.table.update(page, Word::new(Phase::Staged).with_payload(frame));
+        // One that went along with its neighbours may be hot.
+        let heat = state.table.get(page).heat();
+        state.table.update(page, Word::new(Phase::Staged).with_heat(heat).with_payload(frame));
         let group = &mut state.staging.groups[frame as usize / GROUP];
         group.present |= 1 << (frame as usize % GROUP);
         group.pages[frame as usize % GROUP] = page;
@@ -526,6 +614,13 @@ fn note_staged(pager: &Pager, state: &mut State, start: usize, frame: Frame, pag
     if let Some(slot) = pager.slot() {
         slot.counters.evicted_pages.fetch_add(pages as u64, Relaxed);
     }
+}
+
+/// Drops pages of the pager's own ranges, in which nothing is wanted; returns how many went.
+fn drop_contents(start: usize, pages: usize) -> usize {
+    // SAFETY: says the caller's knowledge of what garbage is: these ranges are the pager's alone.
+    let dropped = unsafe { rustix::mm::madvise(start as *mut c_void, pages * PAGE, rustix::mm::Advice::LinuxDontNeed) };
+    if dropped.is_ok() { pages } else { 0 }
 }
 
 /// The lowest `count` bits; at most 63 when they are to be shifted.

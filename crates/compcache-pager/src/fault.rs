@@ -8,10 +8,12 @@
 //! pool is decompressed into a buffer and copied into a new frame: the process has grown by a page, and the evictor makes
 //! up for it.
 
+use crate::compress;
 use crate::fork;
 use crate::lock::{self, Guard};
 use crate::memory::PAGE;
-use crate::pager::{Channel, Pager, State, boxed_zeroed, clock_ns};
+use crate::pager::{Channel, Pager, State, Way, boxed_zeroed, clock_ns};
+use crate::remap::Early;
 use crate::shared::Trouble;
 use crate::streams::{Streams, Window};
 use crate::sys::{self, Errno};
@@ -48,6 +50,8 @@ pub struct Handler {
     messages: Box<[uffd_msg; MESSAGES]>,
     pending: Box<[Fault; PENDING]>,
     pending_len: usize,
+    /// Messages read without the lock: [`crate::remap`].
+    early: Box<Early>,
     streams: Streams,
     /// The processor this thread is bound to, and where faults were last seen to come from.
     cpu: Option<u32>,
@@ -81,6 +85,8 @@ impl Handler {
             messages,
             pending,
             pending_len: 0,
+            // SAFETY: messages of plain numbers are valid when zero.
+            early: unsafe { boxed_zeroed() },
             streams: Streams::default(),
             cpu: None,
             seen_cpu: None,
@@ -91,6 +97,7 @@ impl Handler {
     /// Forgets what a parent's handler was in the middle of.
     pub fn reset(&mut self) {
         self.pending_len = 0;
+        self.early.clear();
         self.cpu = None;
     }
 
@@ -101,12 +108,14 @@ impl Handler {
         loop {
             channel.uffd.wait(-1);
             let begun = clock_ns();
-            pager.turn.want();
-            let mut state = pager.state.lock();
-            pager.turn.had();
+            let mut state = self.lock(pager, &channel);
             state = self.catch_up(pager, &channel, state, false);
             let mut answered = 0;
-            while self.pending_len > 0 {
+            while self.pending_len > 0 || !self.early.is_empty() {
+                if !self.early.is_empty() {
+                    state = self.catch_up(pager, &channel, state, false);
+                    continue;
+                }
                 self.pending_len -= 1;
                 let fault = self.pending[self.pending_len];
                 state = self.answer(pager, &channel, state, fault);
@@ -130,6 +139,18 @@ impl Handler {
         }
     }
 
+    /// Takes the lock, before the evictor does. What was half done when it was let go can be ended now; but before
+    /// anything new is decided, messages that were read meanwhile (`early`) must be taken in.
+    fn lock<'a>(&mut self, pager: &'a Pager, channel: &Channel) -> Guard<'a, Box<State>> {
+        pager.turn.want();
+        let state = match channel.way {
+            Way::Move { .. } => pager.state.lock(),
+            Way::Remap => self.early.lock(pager, channel, &pager.state),
+        };
+        pager.turn.had();
+        state
+    }
+
     /// Reads every message there is, and keeps them.
     ///
     /// The caller holds the lock from before the first message is read until its own decisions are carried out, or until
@@ -137,21 +158,32 @@ impl Handler {
     /// event whose originator has already been let go on.
     fn pump(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> usize {
         let mut total = 0;
+        while let Some(message) = self.early.pop(pager) {
+            self.take_in(pager, channel, state, &message);
+            total += 1;
+        }
         loop {
             let read = channel.uffd.read(&mut self.messages[..]);
             total += read;
             for place in 0..read {
-                match uffd::decode(&self.messages[place]) {
-                    Some(Message::Fault { address, thread }) => {
-                        self.keep(channel, Fault { page: (address / PAGE) as u64, thread });
-                    }
-                    Some(event) => self.apply(pager, channel, state, event),
-                    None => {}
-                }
+                let message = self.messages[place];
+                self.take_in(pager, channel, state, &message);
             }
             if read < MESSAGES {
                 return total;
             }
+        }
+    }
+
+    fn take_in(&mut self, pager: &Pager, channel: &Channel, state: &mut State, message: &uffd_msg) {
+        match uffd::decode(message) {
+            Some(Message::Fault { address, thread }) => {
+                self.keep(channel, Fault { page: (address / PAGE) as u64, thread });
+            }
+            // The evictor's own doing.
+            Some(Message::Remap { to, .. }) if state.staging.contains(to) => {}
+            Some(event) => self.apply(pager, channel, state, event),
+            None => {}
         }
     }
 
@@ -182,7 +214,10 @@ impl Handler {
         fault: Fault,
     ) -> Guard<'a, Box<State>> {
         if state.estimate_pages() > state.limit_pages + state.limit_pages / 32 {
-            state = self.help(pager, state);
+            state = self.help(pager, channel, state);
+        }
+        if !self.early.is_empty() {
+            state = self.catch_up(pager, channel, state, false);
         }
         loop {
             let answer;
@@ -214,9 +249,7 @@ impl Handler {
                 // All have been read, but a thread that caused one has not yet gone on, or has not yet told.
                 drop(state);
                 rustix::thread::sched_yield();
-                pager.turn.want();
-                state = pager.state.lock();
-                pager.turn.had();
+                state = self.lock(pager, channel);
             }
         }
     }
@@ -224,13 +257,23 @@ impl Handler {
     /// The process is above its limit: compresses some of what is staged, as the evictor does on the other processor. With
     /// nothing staged, or far above, whoever faults waits for the evictor, which alone gives memory back, unless that has
     /// found nothing to evict.
-    fn help<'a>(&mut self, pager: &'a Pager, mut state: Guard<'a, Box<State>>) -> Guard<'a, Box<State>> {
+    fn help<'a>(
+        &mut self,
+        pager: &'a Pager,
+        channel: &Channel,
+        mut state: Guard<'a, Box<State>>,
+    ) -> Guard<'a, Box<State>> {
         if pager.frozen.load(Acquire) {
             return state;
         }
         let far_above = state.estimate_pages() > state.limit_pages + state.limit_pages / 16;
         if !far_above && let Some(group) = state.staging.staged.pop() {
-            return crate::compress::compress_group(pager, state, &mut self.worker, group, BATCH);
+            let mut batch = compress::begin(&mut state, group, BATCH);
+            drop(state);
+            compress::compress(pager, &mut self.worker, &mut batch);
+            state = self.lock(pager, channel);
+            compress::settle(pager, &mut state, &batch);
+            return state;
         }
         if pager.exhausted.load(Acquire) {
             return state;
@@ -238,8 +281,20 @@ impl Handler {
         let seen = pager.progress.load(Acquire);
         drop(state);
         pager.ring();
-        lock::wait(&pager.progress, seen, Some(WAIT_FOR_FRAME_NS));
-        pager.state.lock()
+        match channel.way {
+            Way::Move { .. } => lock::wait(&pager.progress, seen, Some(WAIT_FOR_FRAME_NS)),
+            Way::Remap => self.wait_and_read(pager, channel, seen),
+        }
+        self.lock(pager, channel)
+    }
+
+    /// Waits for the evictor, which may have to wait for this thread.
+    fn wait_and_read(&mut self, pager: &Pager, channel: &Channel, seen: u32) {
+        let until_ns = clock_ns() + WAIT_FOR_FRAME_NS;
+        while pager.progress.load(Acquire) == seen && self.early.is_empty() && clock_ns() < until_ns {
+            lock::pause();
+            drop(self.lock(pager, channel));
+        }
     }
 
     fn attempt<'a>(
@@ -299,7 +354,7 @@ impl Handler {
             slot.counters.readahead_hits.fetch_add(u64::from(window.hits), Relaxed);
         }
         let (mut at, mut left, mut asked) = (page, window.pages as usize, true);
-        while left > 0 {
+        while left > 0 && (asked || self.early.is_empty()) {
             // What nobody asked for must not push out what somebody uses.
             let room = (state.limit_pages + state.limit_pages / 32).saturating_sub(state.estimate_pages()) as usize;
             let run = stored_run(&state, page, at, &window, left);
@@ -356,9 +411,7 @@ impl Handler {
                 (0, None)
             }
         };
-        pager.turn.want();
-        let mut state = pager.state.lock();
-        pager.turn.had();
+        let mut state = self.lock(pager, channel);
         state.under_way -= 1;
         state.loading = 0..0;
         if let Some(page) = damaged {

@@ -19,7 +19,7 @@
 use crate::events::EventLog;
 use crate::lock::{self, Guard, Mutex};
 use crate::memory::PAGE;
-use crate::pager::{Channel, Pager, State};
+use crate::pager::{Channel, Pager, State, Way};
 use crate::shared::Trouble;
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
@@ -174,7 +174,7 @@ pub fn serve(pager: &Pager) {
 fn freeze(pager: &Pager) {
     loop {
         let mut state = pager.state.lock();
-        if state.under_way == 0 && state.pending.is_empty() && unstage_all(pager, &mut state) {
+        if state.under_way == 0 && pager.is_settled(&state) && unstage_all(pager, &mut state) {
             pager.frozen.store(true, Release);
             pager.fork_turn.stage.store(FROZEN, Release);
             return;
@@ -207,8 +207,9 @@ fn unstage_all(pager: &Pager, state: &mut State) -> bool {
 
 fn unstage(pager: &Pager, channel: &Channel, state: &mut State, page: u64, word: Word) -> bool {
     let (address, source) = (page as usize * PAGE, state.staging.address(word.payload()));
-    let (_, error) = channel.move_pages(channel.uffd, address, source, PAGE);
-    if error.is_none() {
+    let moved =
+        matches!(channel.way, Way::Move { .. }) && channel.move_pages(channel.uffd, address, source, PAGE).1.is_none();
+    if moved {
         state.staging.forget(word.payload());
     } else {
         // SAFETY: a staged page's frame is present.

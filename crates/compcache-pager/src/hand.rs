@@ -18,6 +18,8 @@ use core::ops::Range;
 const SCAN_BYTES: usize = 16 << 20;
 const RUNS_MAX: usize = 128;
 const SHARED_MAX: usize = 64;
+/// Pages that are not cold, or not there, between two that move with one call.
+const GAP_PAGES: usize = 8;
 /// After this time a page that was announced to be dropped and is still there was not dropped (MADV_FREE).
 const DROPPED_FOR_S: u32 = 10;
 
@@ -35,6 +37,7 @@ pub struct Hand {
     /// Most pages to be moved with the next call, and pages to pass over when one alone is refused.
     most: usize,
     odd: usize,
+    before_span: (usize, Range<usize>),
     /// Pages that would not move because a copy of the process may share them.
     shared: [usize; SHARED_MAX],
     shared_count: usize,
@@ -53,9 +56,15 @@ impl Hand {
             at: 0,
             most: GROUP,
             odd: 0,
+            before_span: (0, 0..0),
             shared: [0; SHARED_MAX],
             shared_count: 0,
         }
+    }
+
+    /// Looks at the pagemap file, as on kernels before 6.7.
+    pub fn use_old_scan(&mut self) {
+        self.scan = ScanBuffer::new(true);
     }
 
     /// Forgets what it has found.
@@ -66,6 +75,11 @@ impl Hand {
     /// Goes back to a page of the run it is in.
     pub fn go_back(&mut self, address: usize) {
         self.rest.start = address;
+    }
+
+    /// Goes back to where the last span began.
+    pub fn go_back_to_span(&mut self) {
+        (self.run, self.rest) = self.before_span.clone();
     }
 
     /// Pages have moved.
@@ -138,6 +152,37 @@ impl Hand {
         cold.unwrap_or(at..at)
     }
 
+    /// As [`Hand::cold_part`], together with the cold pages that come next and what lies between, if that is little and
+    /// may move too.
+    pub fn cold_span(&mut self, pager: &Pager, state: &mut State, room: usize) -> Range<usize> {
+        let most = room.min(self.most);
+        let mut span = self.cold_part(pager, state, most);
+        self.before_span = (self.run, span.start..self.rest.end);
+        let near = |from: usize, to: usize| (to - from) / PAGE <= GAP_PAGES;
+        while !span.is_empty() {
+            let before = (self.run, self.rest.clone());
+            if self.rest.is_empty() && self.run < self.run_count {
+                let (start, end) = self.runs[self.run];
+                (self.run, self.rest) = (self.run + 1, start..end);
+            }
+            let left = most - (span.end - span.start) / PAGE;
+            if left > 0 && !self.rest.is_empty() && near(span.end, self.rest.start) {
+                let next = self.cold_part(pager, state, left);
+                let fits = (next.end - span.start) / PAGE <= most && near(span.end, next.start);
+                if !next.is_empty()
+                    && fits
+                    && (span.end..next.start).step_by(PAGE).all(|at| may_go_along(pager, state, at))
+                {
+                    span.end = next.end;
+                    continue;
+                }
+            }
+            (self.run, self.rest) = before;
+            break;
+        }
+        span
+    }
+
     /// `pages` at `address` will not move: the first is pinned, shared with a copy of the process, or gone; or something
     /// is wrong with all of them, for they lie in several mappings, or in one of another kind (read-only, locked).
     pub fn pass_over(&mut self, address: usize, pages: usize, errno: Errno) {
@@ -164,18 +209,27 @@ impl Hand {
 fn is_cold(pager: &Pager, state: &mut State, address: usize) -> bool {
     let page = process::page_of(address);
     let word = state.table.get(page);
-    if state.loading.contains(&page) || state.must_stay(address) {
-        return false;
-    }
     match word.phase() {
         // A stored copy of a page that is present is old: left over from a fork.
-        Phase::Resident | Phase::Stored => {}
-        Phase::Dropped if state.now_s.wrapping_sub(word.payload()) & 0xff_ffff > DROPPED_FOR_S => {}
+        Phase::Resident | Phase::Stored | Phase::Dropped if may_go_along(pager, state, address) => {}
         _ => return false,
     }
     if word.phase() == Phase::Resident && word.heat() > 0 {
         state.table.update(page, word.with_heat(word.heat() - 1));
         return false;
     }
-    !pager.is_control_block(address) && state.table.set(page, word)
+    true
+}
+
+/// Whether a page may leave its place, if it is there.
+fn may_go_along(pager: &Pager, state: &mut State, address: usize) -> bool {
+    let page = process::page_of(address);
+    let word = state.table.get(page);
+    let dropped_lately =
+        word.phase() == Phase::Dropped && state.now_s.wrapping_sub(word.payload()) & 0xff_ffff <= DROPPED_FOR_S;
+    !dropped_lately
+        && !state.loading.contains(&page)
+        && !state.must_stay(address)
+        && !pager.is_control_block(address)
+        && state.table.set(page, word)
 }

@@ -5,6 +5,8 @@
 //! kernel, which does not wait for a pager when it does. Such pages stay until they are unmapped. Only what is registered is announced when it is unmapped, so they are registered soon; what is mapped in the place of pages whose
 //! end was not announced stays resident as well.
 //!
+//! Locked memory is known to UFFDIO_MOVE, which refuses it, and not to mremap: where that is the way, mlock is told here.
+//!
 //! Guards (MADV_GUARD_INSTALL) are put on pages without an event. While that is done no page of the range may leave, and
 //! then all that is kept of it is dropped. As long as there are guards nothing may be brought there that was not asked for:
 //! UFFDIO_COPY lays a page over a guard.
@@ -34,6 +36,8 @@ pub struct KeepRequest {
 const KEEP: u32 = 0;
 const GUARD: u32 = 1;
 const UNGUARD: u32 = 2;
+const LOCK: u32 = 3;
+const UNLOCK: u32 = 4;
 
 impl KeepRequest {
     pub const fn new() -> Self {
@@ -47,6 +51,18 @@ impl Pager {
     pub fn keep(&self, address: usize, len: usize) {
         let Some(range) = pages_around(address, len) else { return };
         fork::while_nobody_forks(self, || request(self, KEEP, range));
+    }
+
+    /// Memory is locked, or no longer (mlock, munlock). UFFDIO_MOVE leaves such pages alone; other ways must be told.
+    pub fn set_locked(&self, address: usize, len: usize, locked: bool) {
+        let Some(range) = pages_around(address, len).filter(|_| self.remapping.is_possible()) else { return };
+        fork::while_nobody_forks(self, || request(self, if locked { LOCK } else { UNLOCK }, range));
+    }
+
+    /// No memory is locked any more (munlockall).
+    pub fn set_all_unlocked(&self) {
+        self.remapping.locked.store(false, Release);
+        self.set_locked(0, (usize::MAX >> 1) / PAGE * PAGE, false);
     }
 
     /// Runs `install`, which puts guards on a range and has dropped its contents when it returns. No page of the range
@@ -73,19 +89,21 @@ impl Pager {
 impl State {
     /// Whether the page at an address may not be evicted.
     pub(crate) fn must_stay(&self, address: usize) -> bool {
-        self.kept.containing(address).is_some() || self.guarded.containing(address).is_some()
+        [&self.kept, &self.guarded, &self.locked].into_iter().any(|list| list.containing(address).is_some())
     }
 
     /// Forgets what was to stay of a range that is mapped no more.
     pub(crate) fn let_go(&mut self, range: Range<usize>) {
-        self.kept.remove_at_most(range.clone());
-        self.guarded.remove_at_most(range);
+        for list in [&mut self.kept, &mut self.guarded, &mut self.locked] {
+            list.remove_at_most(range.clone());
+        }
     }
 
     /// What was to stay at `from` has moved.
     pub(crate) fn keep_at(&mut self, from: Range<usize>, to: usize) {
-        self.kept.move_at_least(from.clone(), to);
-        self.guarded.move_at_least(from, to);
+        for list in [&mut self.kept, &mut self.guarded, &mut self.locked] {
+            list.move_at_least(from.clone(), to);
+        }
     }
 }
 
@@ -128,8 +146,12 @@ pub fn carry_out(pager: &Pager) {
 }
 
 fn apply(pager: &Pager, state: &mut State, change: u32, range: Range<usize>) {
-    let list = if change == KEEP { &mut state.kept } else { &mut state.guarded };
-    if change == UNGUARD {
+    let list = match change {
+        KEEP => &mut state.kept,
+        LOCK | UNLOCK => &mut state.locked,
+        _ => &mut state.guarded,
+    };
+    if matches!(change, UNGUARD | UNLOCK) {
         return list.remove_at_most(range);
     }
     let covers = |found: Option<Range<usize>>| found.is_some_and(|found| found.end >= range.end);

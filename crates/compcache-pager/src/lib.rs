@@ -7,6 +7,7 @@
 //! |------------|---------------------------------------------------------------------------|
 //! | `pager`    | what the two threads share, and how they start                            |
 //! | `evict`    | the evictor: limit, staging, registering                                  |
+//! | `remap`    | the way out for kernels without UFFDIO_MOVE                               |
 //! | `hand`     | finds cold pages                                                          |
 //! | `compress` | what is staged goes to the pool                                           |
 //! | `fault`    | the handler: faults and events                                            |
@@ -49,6 +50,8 @@ pub mod memory;
 pub mod pager;
 mod process;
 mod regions;
+#[allow(unsafe_code, reason = "moves mappings")]
+mod remap;
 #[allow(unsafe_code, reason = "the kernel writes results into its buffers")]
 mod scan;
 pub mod shared;
@@ -62,4 +65,5 @@ mod table;
 mod uffd;
 
 pub use process::abort;
+pub use remap::Kernel as RemapKernel;
 pub use sys::read_own_memory;

@@ -99,6 +99,17 @@ impl<T> Mutex<T> {
         Guard { mutex: self }
     }
 
+    /// Waits for the lock, but not much longer than `timeout_ns`.
+    pub fn lock_within(&self, timeout_ns: u64) -> Option<Guard<'_, T>> {
+        if self.word.swap(CONTENDED, Acquire) != FREE {
+            wait(&self.word, CONTENDED, Some(timeout_ns));
+            if self.word.swap(CONTENDED, Acquire) != FREE {
+                return None;
+            }
+        }
+        Some(Guard { mutex: self })
+    }
+
     /// Takes the lock if it is free.
     pub fn try_lock(&self) -> Option<Guard<'_, T>> {
         self.word.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok().then(|| Guard { mutex: self })

@@ -14,6 +14,8 @@ pub struct Mapping {
     /// Backed by a file.
     pub file: bool,
     pub heap: bool,
+    /// A queue by which devices are asked to write to memory: of io_uring, or of io_setup.
+    pub device_queue: bool,
 }
 
 const BUFFER: usize = 32 << 10;
@@ -100,6 +102,7 @@ fn parse(line: &[u8]) -> Option<Mapping> {
         writable: rights.starts_with(b"rw"),
         file,
         heap: name == b"[heap]",
+        device_queue: name.starts_with(b"anon_inode:[io_uring]") || name.starts_with(b"/[aio]"),
     })
 }
 

@@ -30,6 +30,24 @@ pub unsafe fn set_access(start: usize, len: usize, allowed: bool) -> Result<(), 
     unsafe { mprotect(start as *mut core::ffi::c_void, len, flags) }.map_err(|errno| Errno(errno.raw_os_error()))
 }
 
+/// Maps private memory at a range where nothing should be. False when something is, or there is no memory.
+pub fn map_where_nothing_is(start: usize, len: usize) -> bool {
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED_NOREPLACE;
+    // SAFETY: the kernel refuses where anything is mapped.
+    let mapped = unsafe { mmap_anonymous(start as *mut _, len, ProtFlags::READ | ProtFlags::WRITE, flags) };
+    mapped.is_ok_and(|mapped| mapped as usize == start)
+}
+
+/// Maps private memory over whatever there is.
+///
+/// # Safety
+/// The range must be the pager's own, and nothing in it wanted.
+pub unsafe fn map_over(start: usize, len: usize) -> bool {
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+    // SAFETY: says the caller.
+    unsafe { mmap_anonymous(start as *mut _, len, ProtFlags::READ | ProtFlags::WRITE, flags) }.is_ok()
+}
+
 fn map_with(len: usize, access: ProtFlags) -> Result<*mut u8, Errno> {
     // SAFETY: a fresh private mapping at an address of the kernel's choice disturbs nobody.
     let mapped = unsafe { mmap_anonymous(null_mut(), len, access, MapFlags::PRIVATE | MapFlags::NORESERVE) };

@@ -29,8 +29,9 @@ use crate::lock::{self, Mutex, Turn};
 use crate::memory::{self, PAGE};
 use crate::process;
 use crate::regions::Ranges;
+use crate::remap::{self, Remapping};
 use crate::scan::{self, ScanBuffer};
-use crate::shared::{ProcessSlot, Region, RunCodec, Trouble};
+use crate::shared::{EvictionWay, ProcessSlot, Region, RunCodec, Trouble};
 use crate::staging::{GROUP, GROUPS_MAX, Staging};
 use crate::sys::{self, Errno, Files, RobustList};
 use crate::table::PageTable;
@@ -56,6 +57,8 @@ pub const PENDING_EVENTS: usize = 512;
 const FRAMES_BYTES: usize = GROUPS_MAX * GROUP * PAGE;
 /// Staging's range: its frames and the gate.
 pub const STAGING_BYTES: usize = FRAMES_BYTES + PAGE;
+/// How long it is believed that nothing more can go.
+const FLOOR_NS: u64 = 1_000_000_000;
 const STACK_BYTES: usize = 256 << 10;
 const TLS_BYTES: usize = 4096;
 /// Bytes of frames to be given back to the system at once.
@@ -71,6 +74,8 @@ pub struct State {
     pub(crate) kept: Ranges<KEPT_MAX>,
     /// Pages with guards on them: [`crate::keep`].
     pub(crate) guarded: Ranges<KEPT_MAX>,
+    /// Locked memory: [`crate::keep`].
+    pub(crate) locked: Ranges<KEPT_MAX>,
     /// Grows when a range is unmapped or moved: what was learnt of the map before is void.
     pub(crate) generation: u64,
     /// What the process held when last measured, pages, without ours.
@@ -79,6 +84,8 @@ pub struct State {
     pub(crate) grown_pages: u64,
     /// What it may hold, pages.
     pub(crate) limit_pages: u64,
+    /// What it holds at least, pages, and until when that is believed: see [`State::raise_floor`].
+    floor: (u64, u64),
     /// Evictions so far: the clock of refault distances.
     pub(crate) eviction_clock: u64,
     /// What happened while a fork was under way.
@@ -96,13 +103,21 @@ pub struct State {
     pub(crate) event_scan: ScanBuffer,
 }
 
+/// How pages leave, and how their frames are given back.
+#[derive(Clone, Copy)]
+pub(crate) enum Way {
+    /// UFFDIO_MOVE; frames go to the morgue by way of a descriptor without events.
+    Move { quiet: Uffd },
+    /// mremap: [`crate::remap`]. Frames are not registered, and are dropped where they are.
+    Remap,
+}
+
 /// The descriptors the two threads share, and what they can do. Written by the evictor before the handler starts.
 #[derive(Clone, Copy)]
 pub struct Channel {
     pagemap: i32,
     pub(crate) uffd: Uffd,
-    /// Without events: for frames that are given back.
-    pub(crate) quiet: Uffd,
+    pub(crate) way: Way,
     /// A page that is registered and always present, for [`Channel::is_quiet`].
     gate: usize,
 }
@@ -144,10 +159,23 @@ impl Channel {
     ///
     /// A copy from where nothing is mapped is refused, by EFAULT if its target is registered and by ENOENT if not.
     pub(crate) fn is_registered(&self, address: usize) -> bool {
+        self.refusal_of(address) == Some(Errno::EFAULT)
+    }
+
+    /// As [`Channel::is_registered`], but waits until the map is not changing. Somebody must read the events.
+    pub(crate) fn registration_of(&self, address: usize) -> bool {
+        loop {
+            match self.refusal_of(address) {
+                Some(Errno::EAGAIN) => core::hint::spin_loop(),
+                refusal => return refusal == Some(Errno::EFAULT),
+            }
+        }
+    }
+
+    fn refusal_of(&self, address: usize) -> Option<Errno> {
         const NEVER_MAPPED: *const u8 = core::ptr::without_provenance(PAGE);
         // SAFETY: nothing is copied. Below vm.mmap_min_addr nothing can be mapped, and a fault there is an error at once.
-        let (_, error) = unsafe { self.uffd.copy(address, NEVER_MAPPED, PAGE) };
-        error == Some(Errno::EFAULT)
+        unsafe { self.uffd.copy(address, NEVER_MAPPED, PAGE) }.1
     }
 
     /// [`Uffd::move_pages`] to addresses where nothing is, on either descriptor, with the count put right.
@@ -204,6 +232,7 @@ pub struct Pager {
     pub(crate) slot: AtomicUsize,
     pub(crate) fork_turn: ForkTurn,
     pub(crate) keep_request: KeepRequest,
+    pub(crate) remapping: Remapping,
     /// Pages are kept whose unmapping would not be announced yet.
     pub(crate) kept_unregistered: AtomicBool,
     /// A word that is zero in a copy of the process until the copy has threads of ours.
@@ -253,6 +282,7 @@ impl Pager {
         let store = Store::new(StoreConfig::default()).map_err(|_| Trouble::NoMemory)?;
         let pool = store.create_pool(PoolConfig { codec, ..PoolConfig::default() }).map_err(|_| Trouble::NoMemory)?;
         let worker = || Worker::new(&store, clock_ns).map_err(|_| Trouble::NoMemory);
+        let remaps = header.eviction_way.load(Relaxed) == EvictionWay::Remap as u32;
         // SAFETY: arrays of numbers and of pairs of numbers are valid when zero.
         let (never, threads) = unsafe { (boxed_zeroed::<Ranges<EXCLUDED_MAX>>(), boxed_zeroed()) };
         let pager = Pager {
@@ -275,6 +305,7 @@ impl Pager {
             slot: AtomicUsize::new(0),
             fork_turn: ForkTurn::new(),
             keep_request: KeepRequest::new(),
+            remapping: Remapping::new(remaps.then(remap::Kernel::probe).flatten()),
             kept_unregistered: AtomicBool::new(false),
             has_threads: memory::map(PAGE).map_err(no_memory)?.cast_const().cast(),
             staging_start: memory::map(STAGING_BYTES).map_err(no_memory)? as usize,
@@ -381,21 +412,27 @@ impl Pager {
 
     /// What a channel has besides its first descriptor. Whatever fails, nothing more stays open.
     fn open_beside(&self, uffd: Uffd, features: Features) -> Result<Channel, (Trouble, Errno)> {
-        if !features.moves {
+        let asked = self.region.header.eviction_way.load(Relaxed);
+        let moves = asked == EvictionWay::Move as u32;
+        if if moves { !features.moves } else { !self.remapping.is_possible() } {
             return Err((Trouble::NoEvictionWay, Errno(0)));
         }
         let pagemap = process::open(c"/proc/thread-self/pagemap").ok_or((Trouble::NoProc, Errno(0)))?;
         let pagemap = process::out_of_the_way(pagemap);
-        let (quiet, _) = Uffd::open(false).map_err(|errno| (Trouble::NoUserfaultfd, errno))?;
+        let refused = |errno| (Trouble::NoUserfaultfd, errno);
         // The news of a fork comes with a descriptor: without room for one it could never be read.
-        let room = rustix::io::fcntl_dupfd_cloexec(&pagemap, 0).map_err(|errno| Errno(errno.raw_os_error()));
-        // Frames that are given back cause no events; and nothing is announced before the first range is registered.
-        let ready = room.and_then(|_| quiet.register(self.morgue_start, MORGUE_BYTES));
-        ready.map_err(|errno| {
-            quiet.close();
-            (Trouble::NoUserfaultfd, errno)
-        })?;
-        Ok(Channel { pagemap: pagemap.into_raw_fd(), uffd, quiet, gate: self.staging_start + FRAMES_BYTES })
+        let room =
+            rustix::io::fcntl_dupfd_cloexec(&pagemap, 0).map_err(|errno| refused(Errno(errno.raw_os_error())))?;
+        let way = if moves { Way::Move { quiet: self.open_quiet().map_err(refused)? } } else { Way::Remap };
+        drop(room);
+        Ok(Channel { pagemap: pagemap.into_raw_fd(), uffd, way, gate: self.staging_start + FRAMES_BYTES })
+    }
+
+    /// Frames that are given back cause no events; and nothing is announced before the first range is registered.
+    fn open_quiet(&self) -> Result<Uffd, Errno> {
+        let (quiet, _) = Uffd::open(false)?;
+        quiet.register(self.morgue_start, MORGUE_BYTES).inspect_err(|_| quiet.close())?;
+        Ok(quiet)
     }
 
     /// Runs `lock`, which locks all memory of the process (mlockall): what is evicted comes back to be locked, and staging
@@ -403,7 +440,10 @@ impl Pager {
     /// ranges.
     pub fn while_memory_is_locked<T>(&self, lock: impl FnOnce() -> T) -> T {
         fork::prepare(self);
-        let ranges = [(self.staging_start, STAGING_BYTES), (self.morgue_start, MORGUE_BYTES)];
+        // What moves by mremap is not asked whether it is locked.
+        self.remapping.locked.store(true, Release);
+        let staging_bytes = if self.remapping.shares_staging() { 0 } else { STAGING_BYTES };
+        let ranges = [(self.staging_start, staging_bytes), (self.morgue_start, MORGUE_BYTES)];
         for (start, len) in ranges {
             // SAFETY: nothing is staged and nobody stages anything before `fork::parent`.
             let _ = unsafe { memory::set_access(start, len, false) };
@@ -464,6 +504,11 @@ impl Pager {
         blocks.any(|block| (block - 2 * PAGE..block + 2 * PAGE).contains(&address))
     }
 
+    /// Whether every event that has been read is applied.
+    pub(crate) fn is_settled(&self, state: &State) -> bool {
+        state.pending.is_empty() && !self.remapping.has_unread()
+    }
+
     /// Wakes the evictor.
     pub fn ring(&self) {
         self.bell.fetch_add(1, Release);
@@ -499,6 +544,20 @@ impl State {
     /// Room kept below the limit for pages that come back while others are still on their way out, pages.
     pub fn reserve_pages(&self) -> u64 {
         (self.staging.groups_max * GROUP) as u64 / 8
+    }
+
+    /// Nothing more can go. What holds more than the limit, and cannot leave, would have all the rest leave as soon as it
+    /// comes; so for a second the process may hold what it holds, and an eighth of its limit for what comes and goes.
+    pub fn raise_floor(&mut self, now_ns: u64) {
+        if now_ns >= self.floor.1 {
+            self.floor = (self.estimate_pages() + self.limit_pages / 8, now_ns + FLOOR_NS);
+            self.limit_pages = self.limit_pages.max(self.floor.0);
+        }
+    }
+
+    /// What the process may hold at least, pages.
+    pub fn floor_pages(&self, now_ns: u64) -> u64 {
+        if now_ns < self.floor.1 { self.floor.0 } else { 0 }
     }
 
     /// The best guess at what the process holds now, pages.

@@ -100,12 +100,24 @@ impl ScanBuffer {
 
 /// Whether there is a page at `dst` and none at `src`.
 pub fn has_moved(pagemap: BorrowedFd<'_>, dst: usize, src: usize) -> bool {
-    let is_present = |address: usize| {
-        let mut word = [0; 8];
-        let read = rustix::io::pread(pagemap, &mut word, (address / PAGE * 8) as u64);
-        (read == Ok(8)).then(|| u64::from_ne_bytes(word) >> 63 == 1)
-    };
-    is_present(dst) == Some(true) && is_present(src) == Some(false)
+    is_there(pagemap, dst) == Some(true) && is_there(pagemap, src) == Some(false)
+}
+
+/// Whether there is a page at an address, in memory or where the system has swapped it to. `None` when nobody can tell.
+pub fn is_there(pagemap: BorrowedFd<'_>, address: usize) -> Option<bool> {
+    are_there(pagemap, address..address + PAGE).map(|pages| pages == 1)
+}
+
+/// Which pages of a range of at most 64 are there, the first in the lowest bit, as [`is_there`].
+pub fn are_there(pagemap: BorrowedFd<'_>, range: Range<usize>) -> Option<u64> {
+    const PRESENT_OR_SWAPPED: u64 = 3 << 62;
+    let mut words = [[0; 8]; 64];
+    let words = words.get_mut(..(range.end - range.start) / PAGE)?;
+    let read = rustix::io::pread(pagemap, words.as_flattened_mut(), (range.start / PAGE * 8) as u64);
+    (read == Ok(words.len() * 8)).then(|| {
+        let there = |word: &[u8; 8]| u64::from_ne_bytes(*word) & PRESENT_OR_SWAPPED != 0;
+        words.iter().rev().fold(0, |pages, word| pages << 1 | u64::from(there(word)))
+    })
 }
 
 #[cfg(test)]

@@ -42,10 +42,10 @@ pub const LATENCY_BUCKETS: usize = 128;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum EvictionWay {
-    /// The best way the kernel has.
-    Auto = 0,
     /// UFFDIO_MOVE to staging (Linux 6.8).
     Move = 1,
+    /// mremap(MREMAP_DONTUNMAP) to staging (Linux 5.7).
+    Remap = 2,
 }
 
 /// The codec of the tree's pools.
@@ -164,6 +164,10 @@ pub enum Trouble {
     NoThread = 4,
     /// A stored page was damaged and the process was ended rather than given wrong bytes.
     LostPage = 5,
+    /// A device may write to the process's pages, and the way of eviction cannot tell to which: none leaves.
+    Devices = 8,
+    /// Pages were taken from a mapping that came in the place of the one meant, and the process was ended.
+    NotMeant = 9,
     /// /proc is not mounted or not readable.
     NoProc = 7,
     /// An invariant of the pager's own did not hold, and the process was ended.

@@ -15,6 +15,8 @@
 //!
 //! No locks here and no system calls: the pager's lock protects it, `evict` and `fault` do the moving.
 
+use core::ops::Range;
+
 /// Frames of a group.
 pub const GROUP: usize = 64;
 /// Most groups there can be: 64 MiB of frames.
@@ -92,6 +94,8 @@ pub struct Staging {
     pub staged: Queue,
     /// Groups with garbage frames.
     pub free: Queue,
+    /// Groups that are never used again: something else is mapped at some of their frames.
+    retired: [bool; GROUPS_MAX],
     /// Garbage frames in `free`.
     pub free_frames: usize,
 }
@@ -108,10 +112,33 @@ impl Staging {
         self.staged = Queue::new();
         self.free = Queue::new();
         self.free_frames = 0;
-        for group in 0..groups_max {
+        for group in (0..groups_max).filter(|&group| !self.retired[group]) {
             self.groups[group] = Group { present: 0, pages: [0; GROUP] };
             self.empty.push(group);
         }
+    }
+
+    /// Leaves a group alone once it holds nothing.
+    pub fn retire(&mut self, group: usize) {
+        self.retired[group] = true;
+    }
+
+    /// Addresses of the frames of every group that may hold something.
+    pub fn frames(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        let of_group = |group| self.start + group * GROUP * 4096;
+        (0..self.groups_max)
+            .filter(|&group| !self.retired[group])
+            .map(move |group| of_group(group)..of_group(group + 1))
+    }
+
+    /// Takes an empty group.
+    pub fn pop_empty(&mut self) -> Option<usize> {
+        while let Some(group) = self.empty.pop() {
+            if !self.retired[group] {
+                return Some(group);
+            }
+        }
+        None
     }
 
     /// Address of a frame, bytes.

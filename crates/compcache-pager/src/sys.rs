@@ -26,6 +26,7 @@ impl Errno {
 
 const SYS_RT_SIGPROCMASK: usize = 14;
 const SYS_IOCTL: usize = 16;
+const SYS_MREMAP: usize = 25;
 const SYS_CAPSET: usize = 126;
 const SYS_FUTEX: usize = 202;
 const SYS_SCHED_SETAFFINITY: usize = 203;
@@ -120,6 +121,16 @@ pub unsafe fn ioctl<T>(fd: i32, request: u32, argument: &mut T) -> Result<usize,
 pub unsafe fn ioctl_value(fd: i32, request: u32, value: usize) -> Result<usize, Errno> {
     // SAFETY: no pointer is passed; the caller answers for the request.
     unsafe { call(SYS_IOCTL, [fd as usize, request as usize, value, 0]) }
+}
+
+/// Moves the page tables of `[from, from + len)` to `to`, whatever is mapped there; the old range stays, empty.
+///
+/// # Safety
+/// Nobody may want what is mapped at `to`, and somebody must answer for what was at `from`.
+pub unsafe fn mremap_dont_unmap(from: usize, len: usize, to: usize) -> Result<(), Errno> {
+    const MAYMOVE_FIXED_DONTUNMAP: usize = 1 | 2 | 4;
+    // SAFETY: says the caller.
+    unsafe { call6(SYS_MREMAP, [from, len, len, MAYMOVE_FIXED_DONTUNMAP, to, 0]) }.map(drop)
 }
 
 /// Closes every descriptor of the calling thread's file table.

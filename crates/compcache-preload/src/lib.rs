@@ -1,5 +1,6 @@
 //! The shared object that puts the pager into a program: a constructor, the fork handlers, and a look at each new
-//! thread's control block, at each robust mutex, at mlockall, vmsplice and guard pages. Everything else is `compcache-pager`.
+//! thread's control block, at each robust mutex, at locked memory, vmsplice, direct input and guard pages. Everything else
+//! is `compcache-pager`.
 //!
 //! `compcache run` names this object in `LD_PRELOAD` and the tree's shared region in `COMPCACHE_REGION`. Without that
 //! variable, or where anything is missing, the object does nothing: a program must run unpaged rather than not at all.
@@ -11,6 +12,7 @@
 
 extern crate alloc;
 
+mod devices;
 mod guards;
 mod libc;
 mod threads;
@@ -57,11 +59,14 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
     // SAFETY: the loader passes the program's environment, a list that ends with a null pointer.
     let Some(path) = (unsafe { variable(environment, shared::ENV_REGION.as_bytes()) }) else { return };
     let Some(region) = map_region(path) else { return };
-    libc::look_up();
+    libc::real::look_up();
     match Pager::new(region) {
         Ok(pager) => {
             PAGER.store(core::ptr::from_ref(pager).cast_mut(), Release);
             threads::learn();
+            if pager.needs_to_know_devices() {
+                devices::note_inherited(pager);
+            }
             libc::register_fork_handlers(before_fork, after_fork_in_parent, after_fork_in_child);
             if let Err(trouble) = pager.start() {
                 region.note_trouble(trouble, 0);
@@ -148,7 +153,7 @@ pub unsafe extern "C" fn pthread_create(
     start: extern "C" fn(*mut c_void) -> *mut c_void,
     argument: *mut c_void,
 ) -> c_int {
-    let Some(real) = libc::real_pthread_create() else { return libc::EAGAIN };
+    let Some(real) = libc::real::pthread_create() else { return libc::EAGAIN };
     let Some(pager) = pager() else {
         // SAFETY: the caller's own call, passed on.
         return unsafe { real(thread, attributes, start, argument) };
@@ -170,11 +175,69 @@ pub unsafe extern "C" fn pthread_create(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
     // SAFETY: the caller's own call, passed on.
-    let lock = || libc::real_mlockall().map_or(-1, |real| unsafe { real(flags) });
+    let lock = || libc::real::mlockall().map_or(-1, |real| unsafe { real(flags) });
     match pager() {
         Some(pager) => pager.while_memory_is_locked(lock),
         None => lock(),
     }
+}
+
+/// `mlock`, with the pager told.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mlock(address: *const c_void, len: usize) -> c_int {
+    // SAFETY: the caller's own call, passed on.
+    lock(address, len, || libc::real::mlock().map_or(-1, |real| unsafe { real(address, len) }))
+}
+
+/// `mlock2`, as [`mlock`].
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mlock2(address: *const c_void, len: usize, flags: c_uint) -> c_int {
+    // SAFETY: the caller's own call, passed on.
+    lock(address, len, || libc::real::mlock2().map_or(-1, |real| unsafe { real(address, len, flags) }))
+}
+
+fn lock(address: *const c_void, len: usize, lock: impl FnOnce() -> c_int) -> c_int {
+    // Before: what leaves after it was locked would stay away.
+    pager().inspect(|pager| pager.set_locked(address as usize, len, true));
+    let result = lock();
+    if result != 0 {
+        pager().inspect(|pager| pager.set_locked(address as usize, len, false));
+    }
+    result
+}
+
+/// `munlock`, with the pager told.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn munlock(address: *const c_void, len: usize) -> c_int {
+    // SAFETY: the caller's own call, passed on.
+    let result = libc::real::munlock().map_or(-1, |real| unsafe { real(address, len) });
+    if result == 0 {
+        pager().inspect(|pager| pager.set_locked(address as usize, len, false));
+    }
+    result
+}
+
+/// `munlockall`, with the pager told.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn munlockall() -> c_int {
+    // SAFETY: the caller's own call, passed on.
+    let result = libc::real::munlockall().map_or(-1, |real| unsafe { real() });
+    if result == 0 {
+        pager().inspect(|pager| pager.set_all_unlocked());
+    }
+    result
 }
 
 /// `pthread_mutex_init`, with robust mutexes left where they are.
@@ -185,7 +248,7 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
 /// As libc's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pthread_mutex_init(mutex: *mut c_void, attributes: *const c_void) -> c_int {
-    let Some(real) = libc::real_mutex_init() else { return libc::EAGAIN };
+    let Some(real) = libc::real::pthread_mutex_init() else { return libc::EAGAIN };
     // SAFETY: the caller's own call, passed on.
     let result = unsafe { real(mutex, attributes) };
     // SAFETY: libc has just read these attributes and found them right.
@@ -201,7 +264,7 @@ pub unsafe extern "C" fn pthread_mutex_init(mutex: *mut c_void, attributes: *con
 /// As libc's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: c_int) -> c_int {
-    let Some(real) = libc::real_madvise() else { return -1 };
+    let Some(real) = libc::real::madvise() else { return -1 };
     // SAFETY: the caller's own call, passed on; or a part of what it does.
     let advise = |len, advice| unsafe { real(address, len, advice) };
     match pager() {
@@ -217,7 +280,7 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: c_int
 /// As libc's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vmsplice(pipe: c_int, vectors: *const libc::Vector, count: usize, flags: c_uint) -> isize {
-    let Some(real) = libc::real_vmsplice() else { return -1 };
+    let Some(real) = libc::real::vmsplice() else { return -1 };
     if let Some(pager) = pager()
         && !vectors.is_null()
         && count <= libc::VECTORS_MAX

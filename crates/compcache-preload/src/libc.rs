@@ -13,9 +13,6 @@ pub const MADV_GUARD_INSTALL: c_int = 102;
 pub const MADV_GUARD_REMOVE: c_int = 103;
 
 type Handler = extern "C" fn();
-/// The type of `pthread_create`.
-pub type PthreadCreate =
-    unsafe extern "C" fn(*mut c_void, *const c_void, extern "C" fn(*mut c_void) -> *mut c_void, *mut c_void) -> c_int;
 
 #[link(name = "c")]
 unsafe extern "C" {
@@ -39,12 +36,6 @@ pub struct Vector {
 pub const VECTORS_MAX: usize = 1024;
 /// Bytes of a `pthread_mutex_t`.
 pub const MUTEX_BYTES: usize = 40;
-/// The type of `pthread_mutex_init`.
-pub type MutexInit = unsafe extern "C" fn(*mut c_void, *const c_void) -> c_int;
-/// The type of `madvise`.
-pub type Madvise = unsafe extern "C" fn(*mut c_void, usize, c_int) -> c_int;
-/// The type of `vmsplice`.
-pub type Vmsplice = unsafe extern "C" fn(c_int, *const Vector, usize, c_uint) -> isize;
 
 const RTLD_NEXT: *mut c_void = -1isize as *mut c_void;
 
@@ -72,29 +63,6 @@ pub fn register_fork_handlers(prepare: Handler, parent: Handler, child: Handler)
     let _ = unsafe { __register_atfork(prepare, parent, child, null_mut()) };
 }
 
-/// The `pthread_create` that is called when this object's is.
-pub fn real_pthread_create() -> Option<PthreadCreate> {
-    static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
-    // SAFETY: null is None; anything else that libc calls pthread_create has that type.
-    unsafe { core::mem::transmute::<*mut c_void, Option<PthreadCreate>>(next(&REAL, c"pthread_create")) }
-}
-
-/// The `mlockall` that is called when this object's is.
-pub fn real_mlockall() -> Option<unsafe extern "C" fn(c_int) -> c_int> {
-    static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
-    // SAFETY: null is None; anything else that libc calls mlockall has that type.
-    unsafe {
-        core::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn(c_int) -> c_int>>(next(&REAL, c"mlockall"))
-    }
-}
-
-/// The `madvise` that is called when this object's is.
-pub fn real_madvise() -> Option<Madvise> {
-    static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
-    // SAFETY: null is None; anything else that libc calls madvise has that type.
-    unsafe { core::mem::transmute::<*mut c_void, Option<Madvise>>(next(&REAL, c"madvise")) }
-}
-
 /// The calling thread's errno.
 pub fn errno() -> c_int {
     // SAFETY: libc's own word, alive as long as the thread.
@@ -105,13 +73,6 @@ pub fn errno() -> c_int {
 pub fn set_errno(errno: c_int) {
     // SAFETY: as `errno`.
     unsafe { *__errno_location() = errno };
-}
-
-/// The `pthread_mutex_init` that is called when this object's is.
-pub fn real_mutex_init() -> Option<MutexInit> {
-    static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
-    // SAFETY: null is None; anything else that libc calls pthread_mutex_init has that type.
-    unsafe { core::mem::transmute::<*mut c_void, Option<MutexInit>>(next(&REAL, c"pthread_mutex_init")) }
 }
 
 /// Whether attributes of a mutex ask for a robust one.
@@ -125,17 +86,54 @@ pub unsafe fn asks_for_robust(attributes: *const c_void) -> bool {
     !attributes.is_null() && unsafe { pthread_mutexattr_getrobust(attributes, &mut robust) } == 0 && robust == ROBUST
 }
 
-/// The `vmsplice` that is called when this object's is.
-pub fn real_vmsplice() -> Option<Vmsplice> {
-    static REAL: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
-    // SAFETY: null is None; anything else that libc calls vmsplice has that type.
-    unsafe { core::mem::transmute::<*mut c_void, Option<Vmsplice>>(next(&REAL, c"vmsplice")) }
-}
+/// The functions of libc's, or of an object between, that are called when this object's are.
+pub mod real {
+    use super::*;
 
-/// Looks up what may be called where nothing can be looked up: by allocators, and while a library is loaded.
-pub fn look_up() {
-    real_madvise();
-    real_mutex_init();
+    macro_rules! functions {
+        ($($name:ident: fn($($argument:ty),*) -> $result:ty;)*) => {
+            $(
+                /// The function of this name in the objects after this one; `None` when there is none.
+                pub fn $name() -> Option<unsafe extern "C" fn($($argument),*) -> $result> {
+                    static FOUND: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
+                    const NAME: &CStr = match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
+                        Ok(name) => name,
+                        Err(_) => panic!("a name has no zero in it"),
+                    };
+                    // SAFETY: null is None; anything else that libc calls by this name has this type.
+                    unsafe { core::mem::transmute::<*mut c_void, Option<_>>(next(&FOUND, NAME)) }
+                }
+            )*
+
+            /// Looks all of them up: some are called where nothing can be looked up, by allocators, and while a library
+            /// is loaded.
+            pub fn look_up() {
+                $($name();)*
+            }
+        };
+    }
+
+    functions! {
+        pthread_create: fn(*mut c_void, *const c_void, extern "C" fn(*mut c_void) -> *mut c_void, *mut c_void) -> c_int;
+        pthread_mutex_init: fn(*mut c_void, *const c_void) -> c_int;
+        madvise: fn(*mut c_void, usize, c_int) -> c_int;
+        mlock: fn(*const c_void, usize) -> c_int;
+        mlock2: fn(*const c_void, usize, c_uint) -> c_int;
+        mlockall: fn(c_int) -> c_int;
+        munlock: fn(*const c_void, usize) -> c_int;
+        munlockall: fn() -> c_int;
+        vmsplice: fn(c_int, *const Vector, usize, c_uint) -> isize;
+        open: fn(*const c_char, c_int, c_uint) -> c_int;
+        open64: fn(*const c_char, c_int, c_uint) -> c_int;
+        __open_2: fn(*const c_char, c_int) -> c_int;
+        __open64_2: fn(*const c_char, c_int) -> c_int;
+        openat: fn(c_int, *const c_char, c_int, c_uint) -> c_int;
+        openat64: fn(c_int, *const c_char, c_int, c_uint) -> c_int;
+        __openat_2: fn(c_int, *const c_char, c_int) -> c_int;
+        __openat64_2: fn(c_int, *const c_char, c_int) -> c_int;
+        fcntl: fn(c_int, c_int, usize) -> c_int;
+        fcntl64: fn(c_int, c_int, usize) -> c_int;
+    }
 }
 
 /// The symbol of this name in the objects after this one; looked up once.

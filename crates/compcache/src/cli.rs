@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, bail};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use compcache_pager::shared::{EvictionWay, RunCodec};
+use compcache_pager::shared::RunCodec;
 
 use crate::size::Size;
 
@@ -128,15 +128,8 @@ pub enum Evict {
     Auto,
     /// UFFDIO_MOVE (Linux 6.8)
     Move,
-}
-
-impl From<Evict> for EvictionWay {
-    fn from(evict: Evict) -> Self {
-        match evict {
-            Evict::Auto => Self::Auto,
-            Evict::Move => Self::Move,
-        }
-    }
+    /// mremap (Linux 5.7)
+    Remap,
 }
 
 #[cfg(test)]

@@ -16,8 +16,8 @@ use crate::kernel::{self, pagemap_scan, userfaultfd};
 use crate::run;
 use crate::size::Shown;
 
-/// The oldest kernel with a way to move pages out of a program that runs (UFFDIO_MOVE).
-const OLDEST_KERNEL: (u32, u32) = (6, 8);
+/// The oldest kernel with a way to move pages out of a program that runs (MREMAP_DONTUNMAP).
+const OLDEST_KERNEL: (u32, u32) = (5, 7);
 
 /// What is known of this machine.
 #[derive(Serialize)]
@@ -132,8 +132,8 @@ fn run_works(
         Err(refused) => return Way { works: false, why: Some(run::explain_refusal(&refused)) },
     };
     let old = kernel::version(kernel).is_some_and(|version| version < OLDEST_KERNEL);
-    let why = if old || !granted.features.events() || !granted.features.moves() {
-        Some("the kernel is too old: Linux 6.8 or newer is needed (UFFDIO_MOVE)".to_owned())
+    let why = if old || !granted.features.events() {
+        Some("the kernel is too old: Linux 5.7 or newer is needed".to_owned())
     } else {
         no_object.map(|error| format!("{error:#}"))
     };
@@ -141,6 +141,12 @@ fn run_works(
         return Way { works: false, why };
     }
     let mut notes = Vec::new();
+    if !granted.features.moves() {
+        notes.push(
+            "before Linux 6.8 pages leave by mremap, which is slower, and not at all from programs that use O_DIRECT or \
+             io_uring",
+        );
+    }
     if !granted.fork_events {
         notes.push("copies made by a raw clone(2), past the C library, are not seen: that takes CAP_SYS_PTRACE");
     }

@@ -4,6 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
+use compcache_pager::RemapKernel;
 use compcache_pager::shared::EvictionWay;
 
 use crate::cli::{Evict, RunArgs};
@@ -89,12 +90,18 @@ fn ld_preload(object: &Path, before: Option<&OsStr>) -> anyhow::Result<OsString>
 /// The way pages leave, or why the one asked for does not exist here.
 fn eviction_way(asked: Evict, features: Features) -> anyhow::Result<EvictionWay> {
     if !features.events() {
-        bail!("this kernel's userfaultfd does not report munmap, mremap and madvise; Linux 6.8 or newer is needed");
+        bail!("this kernel's userfaultfd does not report munmap, mremap and madvise; Linux 5.7 or newer is needed");
     }
-    if !features.moves() {
-        bail!("paging needs UFFDIO_MOVE, Linux 6.8 or newer; the way for older kernels is not in this version.");
+    let way = match asked {
+        Evict::Auto if features.moves() => EvictionWay::Move,
+        Evict::Auto | Evict::Remap => EvictionWay::Remap,
+        Evict::Move if features.moves() => EvictionWay::Move,
+        Evict::Move => bail!("this kernel has no UFFDIO_MOVE, which came with Linux 6.8; leave `--evict move` out"),
+    };
+    if way == EvictionWay::Remap && RemapKernel::probe().is_none() {
+        bail!("this kernel has neither UFFDIO_MOVE (Linux 6.8) nor mremap with MREMAP_DONTUNMAP (Linux 5.7)");
     }
-    Ok(asked.into())
+    Ok(way)
 }
 
 /// Why there is no userfaultfd, and the ways to get it.
@@ -143,10 +150,11 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_move_is_refused_whatever_way_is_asked_for() {
+    fn the_way_is_the_one_asked_for_or_the_best_there_is() {
         let (new, old) = (Features(0x1ffff), Features(0xffff));
-        assert_eq!(eviction_way(Evict::Auto, new).unwrap(), EvictionWay::Auto);
-        assert!(eviction_way(Evict::Auto, old).is_err());
+        assert_eq!(eviction_way(Evict::Auto, new).unwrap(), EvictionWay::Move);
+        assert_eq!(eviction_way(Evict::Auto, old).unwrap(), EvictionWay::Remap);
+        assert_eq!(eviction_way(Evict::Remap, new).unwrap(), EvictionWay::Remap);
         assert_eq!(eviction_way(Evict::Move, new).unwrap(), EvictionWay::Move);
         assert!(eviction_way(Evict::Move, old).is_err());
         assert!(eviction_way(Evict::Auto, Features(1)).is_err());

@@ -146,7 +146,7 @@ fn quantile_ns(buckets: &[u64; LATENCY_BUCKETS], share: f64) -> u64 {
 
 /// What the header's trouble means.
 fn trouble(trouble: u32, errno: u32) -> Option<String> {
-    const ALL: [Trouble; 7] = [
+    const ALL: [Trouble; 9] = [
         Trouble::NoUserfaultfd,
         Trouble::NoMemory,
         Trouble::NoEvictionWay,
@@ -154,6 +154,8 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         Trouble::LostPage,
         Trouble::Bug,
         Trouble::NoProc,
+        Trouble::Devices,
+        Trouble::NotMeant,
     ];
     if trouble == 0 {
         return None;
@@ -167,6 +169,14 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         }
         Some(Trouble::NoEvictionWay) => "a process ran unpaged: the kernel lacks what the eviction way needs",
         Some(Trouble::NoThread) => "a process ran unpaged: the pager's thread could not be started",
+        Some(Trouble::Devices) => {
+            "nothing more was evicted from a process that uses O_DIRECT or io_uring: the way for kernels before 6.8 \
+             cannot tell which of its pages a device writes to"
+        }
+        Some(Trouble::NotMeant) => {
+            "a process was ended: its threads changed its mappings in the instant in which pages left, and it was not to \
+             get wrong bytes; Linux 6.8 and newer rule this out"
+        }
         Some(Trouble::NoProc) => "a process ran unpaged: /proc is not mounted or not readable there",
         Some(Trouble::LostPage) => "a process was ended: a stored page was damaged, and it was not to get wrong bytes",
         Some(Trouble::Bug) => "a process was ended: compcache has a bug, please report it",
@@ -174,7 +184,7 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
     };
     Some(match errno {
         0 => what.into(),
-        line if matches!(known, Some(Trouble::Bug | Trouble::LostPage)) => format!("{what} (at line {line})"),
+        line if matches!(known, Some(Trouble::Bug | Trouble::LostPage | Trouble::NotMeant)) => format!("{what} (at line {line})"),
         errno => format!("{what} ({})", Errno::from_raw_os_error(errno as i32)),
     })
 }
