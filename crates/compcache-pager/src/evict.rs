@@ -58,6 +58,7 @@ pub struct Evictor {
     pub maps: MapsBuffer,
     hand: Hand,
     found: Box<Ranges<REGIONS_MAX>>,
+    fresh: Box<Ranges<REGIONS_MAX>>,
     files: Option<Files>,
     looked_at_ns: u64,
     threads_noted_ns: u64,
@@ -89,6 +90,8 @@ impl Evictor {
             hand: Hand::new(),
             // SAFETY: pairs of numbers are valid when zero.
             found: unsafe { boxed_zeroed() },
+            // SAFETY: as above.
+            fresh: unsafe { boxed_zeroed() },
             files: None,
             looked_at_ns: 0,
             threads_noted_ns: 0,
@@ -340,8 +343,15 @@ impl Evictor {
             if state.generation != generation || !pager.is_settled(&state) {
                 continue;
             }
+            let fresh = &mut self.fresh;
+            fresh.clear();
             for range in found.iter() {
-                register(pager, channel, &mut state, range);
+                register(channel, &state, range, fresh);
+            }
+            if fresh.len() > 0 {
+                maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
+                    take_registered(pager, channel, &mut state, mapping.start..mapping.end, fresh);
+                });
             }
             return;
         }
@@ -519,6 +529,9 @@ impl Evictor {
             return Some(0);
         }
         let pages = (cold.end - cold.start) / PAGE;
+        if channel.is_quiet() && !channel.is_registered(cold.start) && channel.is_quiet() {
+            crate::process::die(pager, crate::shared::Trouble::NotMeant);
+        }
         let (moved, error) = channel.move_pages(channel.uffd, state.staging.address(frame), cold.start, pages * PAGE);
         let moved = moved / PAGE;
         let stopped_at = cold.start + moved * PAGE;
@@ -654,22 +667,45 @@ fn register_patiently(channel: &Channel, range: Range<usize>) -> bool {
     false
 }
 
-/// Registers a range that was found in the map.
-fn register(pager: &Pager, channel: &Channel, state: &mut State, range: Range<usize>) {
+/// Registers what is new of a range that was found in the map; adds it to `fresh`.
+fn register(channel: &Channel, state: &State, range: Range<usize>, fresh: &mut Ranges<REGIONS_MAX>) {
     let mut at = range.start;
     while at < range.end {
-        // What is registered already is skipped; what is between is new, and nothing old may be kept of it.
+        // What is registered already is skipped.
         let known = state.regions.at_or_after(at).filter(|known| known.start < range.end);
         let (end, next) = match &known {
             Some(known) => (known.start.max(at), known.end.max(at)),
             None => (range.end, range.end),
         };
-        // Where the map is changing, the range may be something moved there a moment ago, of which nobody has told yet.
-        if at < end && channel.uffd.register(at, end - at).is_ok() && channel.is_quiet() {
-            events::forget_contents(pager, state, at..end);
-            state.regions.add(at..end);
+        if at < end && channel.uffd.register(at, end - at).is_ok() {
+            fresh.add(at..end);
         }
         at = next;
+    }
+}
+
+/// Takes a mapping among the regions, as far as it was registered just now. Nothing old may be kept of it.
+///
+/// The map was read before anything was registered. What was unmapped between was not announced, and what has been mapped
+/// there since is not registered: the kernel registers around it. Such a mapping cannot be joined with its neighbours, so
+/// each that the map shows now is registered as a whole or not at all. While the map is changing nothing is known.
+fn take_registered(
+    pager: &Pager,
+    channel: &Channel,
+    state: &mut State,
+    mapping: Range<usize>,
+    fresh: &Ranges<REGIONS_MAX>,
+) {
+    let mut at = mapping.start;
+    while at < mapping.end
+        && let Some(piece) = fresh.at_or_after(at).filter(|piece| piece.start < mapping.end)
+    {
+        let part = piece.start.max(at)..piece.end.min(mapping.end);
+        if channel.is_registered(part.start) {
+            events::forget_contents(pager, state, part.clone());
+            state.regions.add(part.clone());
+        }
+        at = part.end;
     }
 }
 

@@ -184,7 +184,9 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
     };
     Some(match errno {
         0 => what.into(),
-        line if matches!(known, Some(Trouble::Bug | Trouble::LostPage | Trouble::NotMeant)) => format!("{what} (at line {line})"),
+        line if matches!(known, Some(Trouble::Bug | Trouble::LostPage | Trouble::NotMeant)) => {
+            format!("{what} (at line {line})")
+        }
         errno => format!("{what} ({})", Errno::from_raw_os_error(errno as i32)),
     })
 }
