@@ -5,7 +5,7 @@ use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::Path;
 use std::process::{Command, Output};
 
-use super::{quarter, set_up, write};
+use super::{quarter, report, set_up, write};
 use crate::support::{Cap, Outcome, Program, Way, beside_others, sample_until, scratch, ways};
 
 fn answers(command: &mut Command) -> String {
@@ -15,11 +15,11 @@ fn answers(command: &mut Command) -> String {
 }
 
 /// Starts the server, asks it, ends it by `signal`, both ways; the answers must be those of a bare run.
-fn compare(server: &Program, signal: i32, ask: impl Fn() -> String) {
+fn compare(server: &Program, signal: i32, ask: impl Fn() -> String + Sync) {
     let _shared = beside_others();
     let serve = |way: Way, cap: &Cap| -> (String, Outcome) {
-        let running = server.start(way, cap);
-        let answers = ask();
+        let mut running = server.start(way, cap);
+        let answers = running.during(&ask);
         running.signal(signal);
         (answers, running.finish())
     };
@@ -30,7 +30,7 @@ fn compare(server: &Program, signal: i32, ask: impl Fn() -> String) {
         assert!(paged == right, "other answers than without compcache ({way:?}): {}", outcome.explain());
         assert_eq!(outcome.status, bare.status, "{}", outcome.explain());
         outcome.must_have_evicted();
-        eprintln!("{way:?}: {:.1} s, bare {:.1} s, peak {} MiB", outcome.seconds, bare.seconds, bare.peak_bytes >> 20);
+        report(way, &outcome, &bare);
     }
 }
 
@@ -41,14 +41,14 @@ pub fn redis() {
     let home = tempfile::tempdir().expect("a temporary directory");
     let socket = home.path().join("redis");
     let mut commands = String::new();
-    for i in 0..120_000 {
-        let k = (i * 7919) % 120_007;
+    for i in 0..60_000 {
+        let k = (i * 7919) % 60_013;
         commands.push_str(&format!(
             "SET key:{k} value-{i}-of-{k}-{}\r\nHSET h:{} f{i} {i}\r\n",
-            "text_".repeat(i % 20),
+            "text_".repeat(i % 150),
             k % 500
         ));
-        if i == 60_000 {
+        if i == 30_000 {
             commands.push_str("BGSAVE\r\n");
         }
     }

@@ -1,5 +1,5 @@
-//! What the programs run: each builds some 60 to 150 MiB of its runtime's own objects, works on them out of order, and
-//! prints results that depend on all of them.
+//! What the programs run: each builds some 40 to 150 MiB of its runtime's own objects, works on them out of order, and
+//! prints results that depend on all of them. The less at random a program goes over them, the more of them it may have.
 
 use std::fmt::Write;
 
@@ -64,8 +64,8 @@ pub const PYTHON: &str = r#"
 import hashlib, json, random
 random.seed(5)
 things = {}
-for i in range(140000):
-    things["key%d" % i] = [i, str(i) * 3, {"a": i % 97, "b": [i, i + 1]}, float(i) / 3]
+for i in range(33000):
+    things["key%d" % i] = [i, str(i) * 20, {"a": i % 97, "b": [i, i + 1]}, float(i) / 3]
 order = list(things)
 random.shuffle(order)
 total = 0
@@ -85,7 +85,7 @@ print("\n".join(sorted(again)[:2000]))
 
 pub const PYTHON_POOL: &str = r#"
 import hashlib, multiprocessing, threading, subprocess
-table = [bytes(str(i), "ascii") * 20 for i in range(400000)]
+table = [bytes(str(i), "ascii") * 20 for i in range(300000)]
 def work(part):
     digest = hashlib.sha256()
     for i in range(part, len(table), 8):
@@ -125,12 +125,12 @@ public class Work {
     record Row(int id, String name, int[] data) {}
     public static void main(String[] arguments) throws Exception {
         Map<String, Row> rows = new HashMap<>();
-        for (int i = 0; i < 150000; i++) { int[] data = new int[24]; Arrays.fill(data, i % 17); data[i % 24] = i; rows.put("row" + i, new Row(i, "name" + i % 1000, data)); }
+        for (int i = 0; i < 80000; i++) { int[] data = new int[24]; Arrays.fill(data, i % 17); data[i % 24] = i; rows.put("row" + i, new Row(i, "name" + i % 1000, data)); }
         ExecutorService pool = Executors.newFixedThreadPool(4);
         List<Future<Long>> parts = new ArrayList<>();
         for (int part = 0; part < 8; part++) {
             final int from = part;
-            parts.add(pool.submit(() -> { long sum = 0; for (int pass = 0; pass < 2; pass++) for (int i = from; i < 150000; i += 8) { Row row = rows.get("row" + (int) ((i * 7919L) % 150000)); for (int value : row.data()) sum = sum * 31 + value; List<String> garbage = new ArrayList<>(); for (int j = 0; j < 4; j++) garbage.add(row.name() + j); sum += garbage.size(); } return sum; }));
+            parts.add(pool.submit(() -> { long sum = 0; for (int pass = 0; pass < 2; pass++) for (int i = from; i < 80000; i += 8) { Row row = rows.get("row" + (int) ((i * 7919L) % 80000)); for (int value : row.data()) sum = sum * 31 + value; List<String> garbage = new ArrayList<>(); for (int j = 0; j < 4; j++) garbage.add(row.name() + j); sum += garbage.size(); } return sum; }));
         }
         for (Future<Long> part : parts) System.out.println(part.get());
         pool.shutdown();
@@ -145,20 +145,21 @@ public class Work {
 
 pub const PERL: &str = r#"
 my (%seen, @list);
-for my $i (1 .. 250000) { my $k = ($i * 7919) % 250007; $seen{"key$k"} = { n => $i, s => "text " x ($i % 5) }; push @list, $k if $i % 3 == 0; }
+for my $i (1 .. 32000) { my $k = ($i * 7919) % 32003; $seen{"key$k"} = { n => $i, s => "text " x ($i % 300) }; push @list, $k if $i % 3 == 0; }
 my $sum = 0;
 for my $pass (1 .. 2) { for my $k (@list) { $sum += $seen{"key$k"}{n} % 101; $seen{"key$k"}{s} .= $pass; } }
-my $crc = 0;
-for my $k (sort keys %seen) { $crc = ($crc * 33 + length($seen{$k}{s}) + $seen{$k}{n}) % 4294967291; print "$k $crc\n" if $crc % 50 == 0; }
+my ($crc, @some) = (0);
+for my $k (keys %seen) { $sum += length($seen{$k}{s}); push @some, $k if $seen{$k}{n} % 4 == 0; }
+for my $k (sort @some) { $crc = ($crc * 33 + length($seen{$k}{s}) + $seen{$k}{n}) % 4294967291; print "$k $crc\n" if $crc % 50 == 0; }
 print "$sum $crc ", scalar(keys %seen), "\n";
 "#;
 
 pub const AWK: &str = r#"
 BEGIN {
-    for (i = 0; i < 300000; i++) { k = (i * 7919) % 300007; text[k] = "value " i " of " k; count[k % 1009]++ }
-    for (pass = 0; pass < 2; pass++) for (i = 0; i < 300007; i += 2) if (i in text) { sum += length(text[i]); text[i] = text[i] pass }
-    for (i = 0; i < 300007; i += 5) delete text[i]
-    for (i = 0; i < 300007; i++) if (i in text) { n++; h = (h * 31 + length(text[i])) % 1000003; if (i % 100 == 1) print text[i] }
+    for (i = 0; i < 120000; i++) { k = (i * 7919) % 120011; text[k] = "value " i " of " k; count[k % 1009]++ }
+    for (pass = 0; pass < 2; pass++) for (i = 0; i < 120011; i += 2) if (i in text) { sum += length(text[i]); text[i] = text[i] pass }
+    for (i = 0; i < 120011; i += 5) delete text[i]
+    for (i = 0; i < 120011; i++) if (i in text) { n++; h = (h * 31 + length(text[i])) % 1000003; if (i % 100 == 1) print text[i] }
     for (i = 0; i < 1009; i++) print i, count[i]
     print sum, n, h
 }
@@ -202,3 +203,19 @@ int main() {
     if (std::regex_match(text, match, pattern)) std::cout << table[match[1]](std::stoi(match[2])) << std::endl;
 }
 "#;
+
+/// One of several units that are compiled side by side: a third of the compiler's memory for [`CPP`].
+pub fn cpp_unit(number: usize) -> String {
+    format!(
+        r#"
+#include <algorithm>
+#include <map>
+#include <string>
+#include <vector>
+template <int N> struct Made {{ std::map<std::string, std::vector<int>> m; int work(int x) {{ m[std::to_string(x)].push_back(N); std::sort(m.begin()->second.begin(), m.begin()->second.end()); return Made<N - 1>().work(x + N) + (int)m.size(); }} }};
+template <> struct Made<0> {{ int work(int x) {{ return x; }} }};
+int main_{number}() {{ return Made<{}>().work({number}); }}
+"#,
+        20 + number
+    )
+}

@@ -329,6 +329,25 @@ impl Running {
         panic!("HANG: {shown} after {patience:?}\nstderr: {stderr}\nstatistics: {stats:#}\n{report}");
     }
 
+    /// Not `ru_maxrss`: that counts what the test's own process held when it started the program.
+    fn sample_peak(&mut self) {
+        if self.way == Way::Bare {
+            self.peak_bytes = self.peak_bytes.max(diagnose::peak_bytes(&self.processes()));
+        }
+    }
+
+    /// Does this while the program runs. A server's workers may be gone when it ends: the peak is sampled meanwhile.
+    pub fn during<T: Send>(&mut self, work: impl FnOnce() -> T + Send) -> T {
+        std::thread::scope(|scope| {
+            let working = scope.spawn(work);
+            while !working.is_finished() {
+                self.sample_peak();
+                std::thread::sleep(Duration::from_millis(15));
+            }
+            working.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
     /// Waits for the end of the process that was started; others of the run may go on.
     pub fn await_end(&mut self) -> ExitStatus {
         let mut rounds = 0_u64;
@@ -336,9 +355,8 @@ impl Running {
             if let Some(status) = self.try_wait() {
                 return status;
             }
-            // Not `ru_maxrss`: that counts what the test's own process held when it started the program.
-            if self.way == Way::Bare && rounds.is_multiple_of(8) {
-                self.peak_bytes = self.peak_bytes.max(diagnose::peak_bytes(&self.processes()));
+            if rounds.is_multiple_of(8) {
+                self.sample_peak();
             }
             self.give_up_when_late();
             std::thread::sleep(Duration::from_millis(2));
