@@ -1,7 +1,8 @@
 //! The limits hold, and the books are right: measured from outside, by what the kernel says of the processes.
 //!
 //! `tests/programs/holds.c` holds memory whose place it prints, so that its resident pages are counted in
-//! `/proc/PID/pagemap`, whatever our own statistics say. The tests here measure, so nothing else runs beside them.
+//! `/proc/PID/pagemap`, whatever our own statistics say; `grows.c` does the same with a heap that grows in small pieces.
+//! The tests here measure, so nothing else runs beside them.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -17,14 +18,14 @@ fn holds(arguments: &[&str]) -> Program {
     Program::new(trap_program("holds")).args(arguments)
 }
 
-/// The memory that `holds` said it uses.
+/// The memory that `holds` or `grows` said it uses.
 struct Area {
     at: u64,
     pages: u64,
 }
 
 impl Area {
-    /// As the `number`th `holds` of this run printed it.
+    /// As the `number`th program of this run printed it.
     fn of(running: &Running, number: usize) -> Self {
         let said = running.stdout_so_far();
         let line = said.lines().filter(|line| line.starts_with("area ")).nth(number).expect("an area");
@@ -39,6 +40,13 @@ impl Area {
         let mut entries = vec![0; self.pages as usize * 8];
         file.read_exact_at(&mut entries, self.at / 4096 * 8).ok()?;
         Some(entries.chunks_exact(8).filter(|entry| entry[7] & 0x80 != 0).count() as u64 * 4096)
+    }
+
+    /// Of how many mappings it consists.
+    fn mappings(&self, pid: i32) -> usize {
+        let maps = fs::read_to_string(format!("/proc/{pid}/maps")).expect("the map of a process that runs");
+        let start = |line: &str| u64::from_str_radix(line.split('-').next()?, 16).ok();
+        maps.lines().filter_map(start).filter(|at| (self.at..self.at + self.pages * 4096).contains(at)).count()
     }
 }
 
@@ -97,6 +105,36 @@ fn resident_memory_stays_within_a_tenth_of_the_cap_once_warm() {
             "{way:?}: they say {counted}, peak {told}"
         );
         assert_eq!(outcome.stat("resident_limit_bytes"), 24 * MIB);
+    }
+}
+
+/// The kernel moves the pages of one mapping with one call, and a heap that grows while it is paged is many of them.
+#[test]
+fn a_heap_that_grows_in_pieces_stays_within_a_tenth_of_the_cap() {
+    let _alone = alone();
+    for way in ways() {
+        let program = Program::new(trap_program("grows")).args(["96", "3", "256"]);
+        let mut running = program.start(way, &Cap::resident_mib(24));
+        running.await_output("warm\n");
+        let area = Area::of(&running, 0);
+        let pid = running.pids_named("grows")[0];
+        let mappings = area.mappings(pid);
+        let samples = sample(&running, 2.5, || area.resident_bytes(pid));
+        let (middle, peak) = (median(samples.clone()), samples.iter().copied().max().unwrap_or(0));
+        let outcome = running.finish();
+        assert!(outcome.status.success(), "{}", outcome.explain());
+        let cap = 24 * MIB;
+        eprintln!(
+            "{way:?}: {mappings} mappings, resident median {} KiB, peak {} KiB of {} KiB",
+            middle >> 10,
+            peak >> 10,
+            cap >> 10
+        );
+        // In one mapping, or a few, it would show nothing.
+        assert!(mappings >= 16, "{way:?}: the heap consists of {mappings} mappings only");
+        assert!(peak as f64 <= cap as f64 * TOLERANCE, "{way:?}: {peak} resident bytes under a cap of {cap}");
+        assert!(middle as f64 >= cap as f64 * 0.6, "{way:?}: only {middle} of {cap} bytes are used");
+        outcome.must_have_evicted();
     }
 }
 

@@ -218,8 +218,8 @@ fn a_daemon_goes_on_when_all_its_parents_are_gone() {
 fn every_trap_notices_a_planted_wrong_byte() {
     let _shared = beside_others();
     let dir = scratch();
-    let daemon: &[(&str, &[&str])] = &[("holds", &["4", "0"])];
-    for (name, arguments) in TRAPS.iter().chain(daemon) {
+    let measured: &[(&str, &[&str])] = &[("holds", &["4", "0"]), ("grows", &["4", "0", "256"])];
+    for (name, arguments) in TRAPS.iter().chain(measured) {
         // What closes even standard error cannot say why.
         let silent = arguments.contains(&"all");
         let arguments = arguments.iter().map(|argument| argument.replace("DIR", &dir.path().display().to_string()));
