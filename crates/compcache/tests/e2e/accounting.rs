@@ -234,6 +234,47 @@ fn a_killed_process_gives_its_share_back() {
 }
 
 #[test]
+fn pages_shared_after_a_fork_count_once_in_each_process() {
+    let _alone = alone();
+    for way in ways() {
+        let size = 48 * MIB;
+        // All of it fits: nothing comes or goes but by the fork and the writes after it.
+        let program = Program::new(trap_program("twins")).args(["48"]).piped_input();
+        let mut running = program.start(way, &Cap::resident_mib(256));
+        // What the books say of so many processes, and what the kernel says they have between them.
+        let mut look = |word: &str, processes: u64| {
+            let least = processes * size * 9 / 10;
+            running.await_output(word);
+            let seconds = |stats: &serde_json::Value| stats["wall_s"].as_f64().unwrap_or(0.0);
+            let printed = running.stats_now().map_or(0.0, |stats| seconds(&stats));
+            let told = sample_until(&format!("the books count {least} bytes when {word:?} is printed"), 10, || {
+                let stats = running.stats_now().filter(|stats| seconds(stats) > printed + 1.0)?;
+                let counted = stats["resident_bytes"].as_u64()?;
+                (stats["processes"].as_u64() == Some(processes) && counted >= least).then_some(counted)
+            });
+            let there = running.pids_named("twins").into_iter().map(total_bytes).sum::<Option<u64>>();
+            running.write_input(b"\n");
+            (told, there.expect("they wait"))
+        };
+        let alone = look("alone\n", 1);
+        let forked = look("forked\n", 2);
+        let written = look("written\n", 2);
+        let outcome = running.finish();
+        assert!(outcome.status.success(), "{}", outcome.explain());
+        for (when, (told, there)) in [("alone", alone), ("forked", forked), ("written", written)] {
+            eprintln!("{way:?}: {when}: {} KiB in the books, {} KiB there", told >> 10, there >> 10);
+        }
+        assert!(forked.1 < size * 3 / 2, "the fork has copied the memory, so nothing was shared");
+        assert!(written.1 >= 2 * size, "the child has pages of its own: {} bytes", written.1);
+        // Twice from the fork on, and no more when it has become true.
+        for (told, _) in [forked, written] {
+            assert!(told as f64 <= 2.0 * alone.0 as f64 * TOLERANCE, "{told} bytes in the books, {} before", alone.0);
+        }
+        assert_eq!(outcome.stat("evicted_pages"), 0);
+    }
+}
+
+#[test]
 fn a_program_that_fits_its_cap_is_left_alone() {
     let _alone = alone();
     for way in ways() {

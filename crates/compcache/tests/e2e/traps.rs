@@ -177,6 +177,10 @@ traps! {
     a_system_call_filter_on_all_threads_does_not_stop_the_pager: "limits" ["tsync"];
     strict_seccomp_does_not_stop_the_pager: "limits" ["strict"];
 
+    what_takes_a_single_thread_is_refused: "namespaces" ["refused"];
+    all_other_namespaces_can_be_made_and_left: "namespaces" ["others"];
+    a_child_in_a_user_namespace_of_its_own_works: "namespaces" ["sandbox"];
+
     shared_memory_stays_shared: "shares" ["anonymous"];
     a_memory_file_keeps_its_contents: "shares" ["memfd"];
     a_private_file_mapping_keeps_its_changes: "shares" ["private", "DIR"];
@@ -218,7 +222,7 @@ fn a_daemon_goes_on_when_all_its_parents_are_gone() {
 fn every_trap_notices_a_planted_wrong_byte() {
     let _shared = beside_others();
     let dir = scratch();
-    let measured: &[(&str, &[&str])] = &[("holds", &["4", "0"]), ("grows", &["4", "0", "256"])];
+    let measured: &[(&str, &[&str])] = &[("holds", &["4", "0"]), ("grows", &["4", "0", "256"]), ("twins", &["4"])];
     for (name, arguments) in TRAPS.iter().chain(measured) {
         // What closes even standard error cannot say why.
         let silent = arguments.contains(&"all");
