@@ -63,6 +63,8 @@ int main(int argc, char **argv)
 	MUST(argc == 2);
 	const char *mode = argv[1];
 	area = area_new(working_set() / 4, 29, 1);
+	/* A planted byte is found here, not by a thread that the end may overtake. */
+	area_check(&area, 1);
 	area_push_out(&area);
 	if (strcmp(mode, "last_thread") == 0) {
 		/* The process ends when its last thread does: with status 0. */
