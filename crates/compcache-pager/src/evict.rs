@@ -529,8 +529,10 @@ impl Evictor {
             return Some(0);
         }
         let pages = (cold.end - cold.start) / PAGE;
-        if channel.is_quiet() && !channel.is_registered(cold.start) && channel.is_quiet() {
-            crate::process::die(pager, crate::shared::Trouble::NotMeant);
+        // UFFDIO_MOVE asks for its target alone whether it is registered. A change of the map from here on makes it refuse.
+        if !channel.is_registered(cold.start) {
+            self.hand.go_back(cold.start);
+            return forget_unregistered(pager, channel, state, cold).then_some(0);
         }
         let (moved, error) = channel.move_pages(channel.uffd, state.staging.address(frame), cold.start, pages * PAGE);
         let moved = moved / PAGE;
@@ -575,6 +577,10 @@ impl Evictor {
         if !pager.is_settled(state) || !channel.is_quiet() {
             self.hand.go_back_to_span();
             return None;
+        }
+        if !channel.is_registered(span.start) {
+            self.hand.go_back_to_span();
+            return forget_unregistered(pager, channel, state, span).then_some(0);
         }
         let pages = (span.end - span.start) / PAGE;
         match remap::take_out(pager, channel, state, &span, frame) {
@@ -627,6 +633,16 @@ fn note_staged(pager: &Pager, state: &mut State, start: usize, frame: Frame, pag
     if let Some(slot) = pager.slot() {
         slot.counters.evicted_pages.fetch_add(pages as u64, Relaxed);
     }
+}
+
+/// A range that was taken for one of the regions is not registered: nothing is kept of it. False when that may be so only
+/// because the map is changing.
+fn forget_unregistered(pager: &Pager, channel: &Channel, state: &mut State, range: Range<usize>) -> bool {
+    let unregistered = channel.is_quiet() && !channel.is_registered(range.start) && channel.is_quiet();
+    if unregistered {
+        events::forget_range(pager, state, range);
+    }
+    unregistered
 }
 
 /// Drops pages of the pager's own ranges, in which nothing is wanted; returns how many went.

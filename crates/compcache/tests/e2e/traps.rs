@@ -1,7 +1,6 @@
 //! What is known to go wrong in a pager does not: each program in `tests/programs` walks into one trap and checks itself.
 //!
-//! Every test runs its program twice: bare and with `--evict move`; a working set of 64 MiB in
-//! 16 MiB. Status and output must be those of the bare run. Under compcache the program fails if what it made cold did
+//! Every test runs its program bare, and with each way of eviction; a working set of 64 MiB in 16 MiB. Status and output must be those of the bare run. Under compcache the program fails if what it made cold did
 //! not leave (`TRAP_EXPECT_EVICTION`). A program that lacks something here ends with 77, which is a skip.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -33,10 +32,18 @@ fn spring(name: &'static str, arguments: &[&str]) {
     }
     for way in ways() {
         // Nothing may be learnt from one run by the next: files are made anew.
-        let paged = program.clone().env("TRAP_EXPECT_EVICTION", "1").paged(way, &Cap::resident_mib(16));
+        let lets_devices_write = way == Way::Remap && name == "io_urings";
+        let program = program.clone();
+        let program = if lets_devices_write { program } else { program.env("TRAP_EXPECT_EVICTION", "1") };
+        let paged = program.paged(way, &Cap::resident_mib(16));
         eprintln!("{name} {arguments:?} {way:?}: {:.1} s, bare {:.1} s", paged.seconds, bare.seconds);
         paged.must_equal(&bare);
-        paged.must_have_evicted();
+        if lets_devices_write {
+            // A frame that moves by mremap is not asked whether a device writes to it.
+            assert!(paged.stderr.contains("O_DIRECT or io_uring"), "nobody is told: {}", paged.explain());
+        } else {
+            paged.must_have_evicted();
+        }
     }
 }
 

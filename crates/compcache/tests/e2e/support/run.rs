@@ -31,7 +31,7 @@ pub enum Way {
 
 /// The ways to run under compcache on this machine, of those that `COMPCACHE_WAYS` allows.
 pub fn ways() -> Vec<Way> {
-    let wanted = std::env::var("COMPCACHE_WAYS").unwrap_or("move".into());
+    let wanted = std::env::var("COMPCACHE_WAYS").unwrap_or("move,remap".into());
     let mut ways = Vec::new();
     if !compcache_testkit::features::requires(&[compcache_testkit::features::Feature::Userfaultfd]) {
         return ways;
