@@ -7,6 +7,7 @@
 //! |------------|---------------------------------------------------------------------------|
 //! | `pager`    | what the two threads share, and how they start                            |
 //! | `evict`    | the evictor: limit, staging, registering                                  |
+//! | `leave`    | pages go to staging, frames back to the system                            |
 //! | `remap`    | the way out for kernels without UFFDIO_MOVE                               |
 //! | `hand`     | finds cold pages                                                          |
 //! | `compress` | what is staged goes to the pool                                           |
@@ -33,7 +34,7 @@ extern crate alloc;
 #[allow(unsafe_code, reason = "reads frames of staging")]
 mod compress;
 mod events;
-#[allow(unsafe_code, reason = "gives the morgue's memory back")]
+#[allow(unsafe_code, reason = "makes its buffers")]
 mod evict;
 #[allow(unsafe_code, reason = "names the memory the kernel copies from")]
 mod fault;
@@ -41,6 +42,8 @@ mod fault;
 pub mod fork;
 mod hand;
 mod keep;
+#[allow(unsafe_code, reason = "gives the memory of frames back")]
+mod leave;
 #[allow(unsafe_code, reason = "is a lock")]
 mod lock;
 mod maps;

@@ -1,0 +1,252 @@
+//! Pages leave the process for staging, and frames that hold garbage go back to the system.
+//!
+//! Both by either way ([`Way`]): UFFDIO_MOVE, or mremap before Linux 6.8. With UFFDIO_MOVE garbage goes to the morgue and is
+//! dropped there: that range's descriptor has no events, so that the pager never waits for itself.
+
+use crate::events;
+use crate::evict::Evictor;
+use crate::lock::Guard;
+use crate::memory::PAGE;
+use crate::pager::{Channel, Pager, State, Way};
+use crate::process;
+use crate::remap;
+use crate::staging::{Frame, GROUP};
+use crate::sys::Errno;
+use crate::table::{Phase, Word};
+use alloc::boxed::Box;
+use compcache_store::PageIndex;
+use core::ffi::c_void;
+use core::ops::Range;
+use core::sync::atomic::Ordering::*;
+
+/// Garbage frames given back with one call.
+pub const BURIED_AT_ONCE: usize = 256;
+
+/// How filling a group ended.
+pub enum Filled {
+    Some,
+    Nothing,
+    EventPending,
+}
+
+impl Evictor {
+    /// Gives garbage frames back to the system, without the lock.
+    pub fn bury(&mut self, pager: &Pager, channel: &Channel, mut state: Guard<'_, Box<State>>) {
+        let mut groups = [0; BURIED_AT_ONCE / GROUP];
+        let count = state.staging.take_garbage(&mut groups);
+        let groups = &groups[..count];
+        let mut left = [0u64; BURIED_AT_ONCE / GROUP];
+        for (left, &group) in left.iter_mut().zip(groups) {
+            *left = state.staging.groups[group].present;
+        }
+        let frames_start = state.staging.start;
+        state.under_way += 1;
+        drop(state);
+        let mut buried = 0;
+        for (left, &group) in left.iter_mut().zip(groups) {
+            let mut from = 0;
+            while let Some(run) = next_run_of_bits(*left, from) {
+                let start = frames_start + (group * GROUP + run.start) * PAGE;
+                let gone = match channel.way {
+                    Way::Move { quiet } => {
+                        let grave = pager.morgue_start + buried * PAGE;
+                        channel.move_pages(quiet, grave, start, run.len() * PAGE).0 / PAGE
+                    }
+                    Way::Remap => drop_contents(start, run.len()),
+                };
+                *left &= !(bits(gone) << run.start);
+                buried += gone;
+                from = run.end;
+            }
+        }
+        if buried > 0 && matches!(channel.way, Way::Move { .. }) {
+            drop_contents(pager.morgue_start, buried);
+        }
+        let mut state = pager.state.lock();
+        state.under_way -= 1;
+        for (&left, &group) in left.iter().zip(groups) {
+            state.staging.given_back(group, left);
+        }
+        drop_pages(&mut state, buried as u64);
+        if buried == 0 {
+            // Not even one frame moves: take the estimate back to what a look will say, rather than try for ever.
+            state.grown_pages = 0;
+            state.resident_pages = state.resident_pages.min(state.limit_pages);
+        }
+        drop(state);
+        pager.tell_progress();
+    }
+
+    /// Moves cold pages into an empty group until it is full, under one hold of the lock: who waits for it leaves a
+    /// processor idle, and one that idles need not be interrupted for every move (docs/decisions/0006).
+    pub fn fill_group(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> Filled {
+        if !pager.is_settled(state) {
+            return Filled::EventPending;
+        }
+        let Some(group) = state.staging.pop_empty() else { return Filled::Nothing };
+        let (mut filled, mut wrapped, mut outcome) = (0, 0, Filled::Nothing);
+        while filled < GROUP && self.hand.next_run(channel, state, &mut wrapped) {
+            let (frame, room) = ((group * GROUP + filled) as Frame, GROUP - filled);
+            let piece = match channel.way {
+                Way::Move { .. } => self.move_run(pager, channel, state, frame, room),
+                Way::Remap => self.remap_span(pager, channel, state, frame, room),
+            };
+            match piece {
+                Some(frames) => filled += frames,
+                None => {
+                    outcome = Filled::EventPending;
+                    break;
+                }
+            }
+        }
+        if state.staging.groups[group].present == 0 {
+            state.staging.empty.push(group);
+            return outcome;
+        }
+        state.staging.staged.push(group);
+        pager.exhausted.store(false, Release);
+        Filled::Some
+    }
+
+    /// Moves the next cold pages that are neighbours to the frames from `frame` on. Returns how many frames that took;
+    /// `None` when an event must be read first.
+    fn move_run(
+        &mut self,
+        pager: &Pager,
+        channel: &Channel,
+        state: &mut State,
+        frame: Frame,
+        room: usize,
+    ) -> Option<usize> {
+        let cold = self.hand.cold_part(pager, state, room);
+        if cold.is_empty() {
+            return Some(0);
+        }
+        let pages = (cold.end - cold.start) / PAGE;
+        // UFFDIO_MOVE asks for its target alone whether it is registered. A change of the map from here on makes it refuse.
+        if !channel.is_registered(cold.start) {
+            self.hand.go_back(cold.start);
+            return forget_unregistered(pager, channel, state, cold).then_some(0);
+        }
+        let (moved, error) = channel.move_pages(channel.uffd, state.staging.address(frame), cold.start, pages * PAGE);
+        let moved = moved / PAGE;
+        let stopped_at = cold.start + moved * PAGE;
+        note_staged(pager, state, cold.start, frame, moved);
+        if moved > 0 {
+            self.hand.moved();
+        }
+        match error {
+            None => {}
+            // Stopped half-way, for a reason that the next try will name.
+            Some(Errno::EAGAIN) => {
+                self.hand.go_back(stopped_at);
+                return (moved > 0).then_some(moved);
+            }
+            // Something lies in the frame that nobody has put there: garbage.
+            Some(Errno::EEXIST) => {
+                let occupied = frame as usize + moved;
+                state.staging.groups[occupied / GROUP].present |= 1 << (occupied % GROUP);
+                self.hand.go_back(stopped_at);
+                return Some(moved + 1);
+            }
+            Some(errno) => self.hand.pass_over(stopped_at, pages - moved, errno),
+        }
+        Some(moved)
+    }
+
+    /// As [`Evictor::move_run`], with all that lies between cold pages that are near to each other.
+    fn remap_span(
+        &mut self,
+        pager: &Pager,
+        channel: &Channel,
+        state: &mut State,
+        frame: Frame,
+        room: usize,
+    ) -> Option<usize> {
+        let span = self.hand.cold_span(pager, state, room);
+        if span.is_empty() {
+            return Some(0);
+        }
+        // The call before this one may have let the handler read something.
+        if !pager.is_settled(state) || !channel.is_quiet() {
+            self.hand.go_back_to_span();
+            return None;
+        }
+        if !channel.is_registered(span.start) {
+            self.hand.go_back_to_span();
+            return forget_unregistered(pager, channel, state, span).then_some(0);
+        }
+        let pages = (span.end - span.start) / PAGE;
+        match remap::take_out(pager, channel, state, &span, frame) {
+            Ok(present) => {
+                self.hand.moved();
+                let mut from = 0;
+                while let Some(run) = next_run_of_bits(present, from) {
+                    note_staged(pager, state, span.start + run.start * PAGE, frame + run.start as Frame, run.len());
+                    from = run.end;
+                }
+                Some(pages)
+            }
+            Err(errno) => {
+                self.hand.go_back_to_span();
+                self.hand.pass_over(span.start, pages, errno);
+                Some(0)
+            }
+        }
+    }
+}
+
+/// Pages from `start` on are in the frames from `frame` on.
+fn note_staged(pager: &Pager, state: &mut State, start: usize, frame: Frame, pages: usize) {
+    for place in 0..pages {
+        let (page, frame) = (process::page_of(start) + place as u64, frame + place as Frame);
+        if state.table.get(page).phase() == Phase::Stored {
+            let _ = pager.pool.discard(PageIndex(page));
+        }
+        // One that went along with its neighbours may be hot.
+        let heat = state.table.get(page).heat();
+        state.table.update(page, Word::new(Phase::Staged).with_heat(heat).with_payload(frame));
+        let group = &mut state.staging.groups[frame as usize / GROUP];
+        group.present |= 1 << (frame as usize % GROUP);
+        group.pages[frame as usize % GROUP] = page;
+    }
+    state.eviction_clock += pages as u64;
+    if let Some(slot) = pager.slot() {
+        slot.counters.evicted_pages.fetch_add(pages as u64, Relaxed);
+    }
+}
+
+/// A range that was taken for one of the regions is not registered: nothing is kept of it. False when that may be so only
+/// because the map is changing.
+fn forget_unregistered(pager: &Pager, channel: &Channel, state: &mut State, range: Range<usize>) -> bool {
+    let unregistered = channel.is_quiet() && !channel.is_registered(range.start) && channel.is_quiet();
+    if unregistered {
+        events::forget_range(pager, state, range);
+    }
+    unregistered
+}
+
+/// Drops pages of the pager's own ranges, in which nothing is wanted; returns how many went.
+pub fn drop_contents(start: usize, pages: usize) -> usize {
+    // SAFETY: says the caller's knowledge of what garbage is: these ranges are the pager's alone.
+    let dropped = unsafe { rustix::mm::madvise(start as *mut c_void, pages * PAGE, rustix::mm::Advice::LinuxDontNeed) };
+    if dropped.is_ok() { pages } else { 0 }
+}
+
+/// The lowest `count` bits; at most 63 when they are to be shifted.
+fn bits(count: usize) -> u64 {
+    if count < 64 { (1 << count) - 1 } else { u64::MAX }
+}
+
+/// The first run of set bits of `bits` at or after `from`.
+fn next_run_of_bits(bits: u64, from: usize) -> Option<Range<usize>> {
+    let rest = bits.checked_shr(from as u32).filter(|&rest| rest != 0)?;
+    let start = from + rest.trailing_zeros() as usize;
+    Some(start..start + (bits >> start).trailing_ones() as usize)
+}
+
+fn drop_pages(state: &mut State, pages: u64) {
+    let from_grown = pages.min(state.grown_pages);
+    state.grown_pages -= from_grown;
+    state.resident_pages -= (pages - from_grown).min(state.resident_pages);
+}
