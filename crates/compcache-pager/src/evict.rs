@@ -201,7 +201,8 @@ impl Evictor {
         let totals = pager.region.totals();
         let headroom_bytes = headroom_bytes(pager.region, &totals);
         let headroom = share_of(headroom_bytes / PAGE as i64, resident, &totals);
-        state.limit_pages = state.floor_pages(now_ns).max((resident as i64 + headroom).max(0) as u64);
+        let least = least_pages(pager.region, &totals).max(state.floor_pages(now_ns));
+        state.limit_pages = least.max((resident as i64 + headroom).max(0) as u64);
         Some(Look { over_pages: resident as i64 - state.limit_pages as i64, unknown_growth, busy })
     }
 
@@ -515,6 +516,12 @@ fn headroom_bytes(region: &Region, totals: &Totals) -> i64 {
     let below =
         |limit: u64, used: u64| if limit == 0 { i64::MAX / 2 } else { (limit - limit / 64) as i64 - used as i64 };
     below(ram, totals.resident_bytes + totals.ours_bytes).min(below(resident, totals.resident_bytes))
+}
+
+/// What a process may hold whatever the total is, pages: its part of a quarter of the limit. What does not compress makes the
+/// pool outgrow the limit alone; to have everything leave then would make the pool larger and the program stand still.
+fn least_pages(region: &Region, totals: &Totals) -> u64 {
+    region.header.ram_limit_bytes.load(Relaxed) / 4 / PAGE as u64 / totals.processes.max(1)
 }
 
 /// This process's part of the tree's headroom: all of it while there is any, its proportion of what is too much.

@@ -53,6 +53,8 @@ pub struct Handler {
     /// Messages read without the lock: [`crate::remap`].
     early: Box<Early>,
     streams: Streams,
+    /// A fault that must be answered anew, and what was decided for it.
+    unanswered: Option<(u64, Window)>,
     /// The processor this thread is bound to, and where faults were last seen to come from.
     cpu: Option<u32>,
     seen_cpu: Option<u32>,
@@ -88,6 +90,7 @@ impl Handler {
             // SAFETY: messages of plain numbers are valid when zero.
             early: unsafe { boxed_zeroed() },
             streams: Streams::default(),
+            unanswered: None,
             cpu: None,
             seen_cpu: None,
             until_look: FAULTS_BEFORE_A_LOOK,
@@ -98,6 +101,7 @@ impl Handler {
     pub fn reset(&mut self) {
         self.pending_len = 0;
         self.early.clear();
+        self.unanswered = None;
         self.cpu = None;
     }
 
@@ -213,6 +217,7 @@ impl Handler {
         mut state: Guard<'a, Box<State>>,
         fault: Fault,
     ) -> Guard<'a, Box<State>> {
+        self.unanswered = None;
         if state.estimate_pages() > state.limit_pages + state.limit_pages / 32 {
             state = self.help(pager, channel, state);
         }
@@ -340,6 +345,15 @@ impl Handler {
         Answer::Done
     }
 
+    /// What the stream of a fault will ask for next, and whether the fault is new: one that could not be answered at once
+    /// comes again.
+    fn window_of(&mut self, page: u64) -> (Window, bool) {
+        match self.unanswered.take() {
+            Some((unanswered, window)) if unanswered == page => (window, false),
+            _ => (self.streams.fault(page), true),
+        }
+    }
+
     /// The page is in the pool; what its stream will ask for next comes with it.
     fn load<'a>(
         &mut self,
@@ -348,8 +362,8 @@ impl Handler {
         mut state: Guard<'a, Box<State>>,
         page: u64,
     ) -> (Guard<'a, Box<State>>, Answer) {
-        let window = self.streams.fault(page);
-        if let Some(slot) = pager.slot() {
+        let (window, is_new) = self.window_of(page);
+        if let Some(slot) = pager.slot().filter(|_| is_new) {
             slot.counters.faults_stored.fetch_add(1, Relaxed);
             slot.counters.readahead_hits.fetch_add(u64::from(window.hits), Relaxed);
         }
@@ -373,7 +387,10 @@ impl Handler {
                     left -= loaded;
                     at = (at as i64 + window.step * loaded as i64) as u64;
                 }
-                Err(Errno::EAGAIN) if asked => return (state, Answer::Again),
+                Err(Errno::EAGAIN) if asked => {
+                    self.unanswered = Some((page, window));
+                    return (state, Answer::Again);
+                }
                 Err(_) => break,
             }
             asked = false;
@@ -487,7 +504,7 @@ impl Handler {
             // Somebody read a frame that is not there: zeroes would be compressed in place of a page.
             crate::process::die(pager, Trouble::Bug);
         }
-        let window = self.streams.fault(page);
+        let (window, _) = self.window_of(page);
         let pages = self.untouched_run(state, page, &window);
         // SAFETY: the zeroes are ours and present.
         let (filled, error) =
@@ -500,7 +517,10 @@ impl Handler {
             }
         }
         match error {
-            Some(Errno::EAGAIN) if filled == 0 => Answer::Again,
+            Some(Errno::EAGAIN) if filled == 0 => {
+                self.unanswered = Some((page, window));
+                Answer::Again
+            }
             Some(errno) if filled == 0 && errno != Errno::EEXIST => self.first_touch_alone(channel, state, page),
             _ => {
                 if filled == 0 {

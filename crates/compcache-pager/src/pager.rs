@@ -157,9 +157,10 @@ impl Channel {
 
     /// Whether a page lies in a registered range. Only while [`Channel::is_quiet`].
     ///
-    /// A copy from where nothing is mapped is refused, by EFAULT if its target is registered and by ENOENT if not.
+    /// A copy from where nothing is mapped is refused: by ENOENT if its target is not registered; else by EFAULT, or by
+    /// EEXIST where a huge page is.
     pub(crate) fn is_registered(&self, address: usize) -> bool {
-        self.refusal_of(address) == Some(Errno::EFAULT)
+        matches!(self.refusal_of(address), Some(Errno::EFAULT | Errno::EEXIST))
     }
 
     /// As [`Channel::is_registered`], but waits until the map is not changing. Somebody must read the events.
@@ -167,7 +168,7 @@ impl Channel {
         loop {
             match self.refusal_of(address) {
                 Some(Errno::EAGAIN) => core::hint::spin_loop(),
-                refusal => return refusal == Some(Errno::EFAULT),
+                refusal => return matches!(refusal, Some(Errno::EFAULT | Errno::EEXIST)),
             }
         }
     }
