@@ -87,6 +87,11 @@ impl Hand {
         (self.most, self.odd) = (GROUP, 0);
     }
 
+    /// Whether [`Hand::take_shared`] has as many pages as there is room for.
+    pub fn has_many_shared(&self) -> bool {
+        self.shared_count == SHARED_MAX
+    }
+
     /// The pages that would not move since this was last asked; they are forgotten.
     pub fn take_shared(&mut self) -> &[usize] {
         let count = core::mem::take(&mut self.shared_count);

@@ -85,7 +85,8 @@ impl Evictor {
         }
         let Some(group) = state.staging.pop_empty() else { return Filled::Nothing };
         let (mut filled, mut wrapped, mut outcome) = (0, 0, Filled::Nothing);
-        while filled < GROUP && self.hand.next_run(channel, state, &mut wrapped) {
+        // Shared pages are made the process's own, and moved the next time, before the hand goes on.
+        while filled < GROUP && !self.hand.has_many_shared() && self.hand.next_run(channel, state, &mut wrapped) {
             let (frame, room) = ((group * GROUP + filled) as Frame, GROUP - filled);
             let piece = match channel.way {
                 Way::Move { .. } => self.move_run(pager, channel, state, frame, room),
