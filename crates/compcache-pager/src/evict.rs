@@ -158,6 +158,8 @@ impl Evictor {
             }
             let has_more = over && (look.unknown_growth > 16 || pager.exhausted.load(Acquire));
             if armed && matches!(channel.way, Way::Remap) && !self.may_evict(pager) {
+                pager.exhausted.store(true, Release);
+                pager.tell_progress();
                 return NAP_IDLE_NS;
             }
             if armed && (has_more || pager.kept_unregistered.swap(false, AcqRel)) {
@@ -223,7 +225,6 @@ impl Evictor {
         }
         let limit_bytes = state.limit_pages as usize * PAGE;
         let groups = (limit_bytes / (GROUP * PAGE) / 8).clamp(6, GROUPS_MAX);
-        state.staging.reset(pager.staging_start, groups);
         let staging = pager.staging_start..pager.staging_start + STAGING_BYTES;
         let registered = match channel.way {
             Way::Move { .. } => staging,
@@ -234,6 +235,7 @@ impl Evictor {
                 staging.end - PAGE..staging.end
             }
         };
+        state.staging.reset(pager.staging_start, groups);
         if !register_patiently(channel, registered) || !channel.make_gate() || pager.start_handler().is_err() {
             pager.region.note_trouble(crate::shared::Trouble::NoThread, 0);
             return false;

@@ -163,9 +163,13 @@ impl Handler {
     fn pump(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> usize {
         let mut total = 0;
         while let Some(message) = self.early.pop(pager) {
+            if uffd::decode(&message).is_some_and(|event| crate::remap::not_meant(state, &event)) {
+                crate::process::die(pager, Trouble::NotMeant);
+            }
             self.take_in(pager, channel, state, &message);
             total += 1;
         }
+        state.taken_span = 0..0;
         loop {
             let read = channel.uffd.read(&mut self.messages[..]);
             total += read;
@@ -185,7 +189,7 @@ impl Handler {
                 self.keep(channel, Fault { page: (address / PAGE) as u64, thread });
             }
             // The evictor's own doing.
-            Some(Message::Remap { to, .. }) if state.staging.contains(to) => {}
+            Some(Message::Remap { to, .. }) if state.staging.owns(to) => {}
             Some(event) => self.apply(pager, channel, state, event),
             None => {}
         }

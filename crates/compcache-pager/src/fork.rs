@@ -259,6 +259,8 @@ pub unsafe fn child(pager: &'static Pager) {
         pager.pool.free_reader_after_fork(PageIndex(pager.frozen_read.load(Acquire)));
     }
     pager.frozen.store(false, Release);
+    // Locks are not inherited.
+    pager.remapping.locked.store(false, Release);
     pager.fork_turn.stage.store(IDLE, Release);
     pager.slot.store(0, Release);
     let was_armed = pager.armed.swap(false, AcqRel);
@@ -270,6 +272,7 @@ pub unsafe fn child(pager: &'static Pager) {
     pager.fork_turn.recovered.store(WAITING, Release);
     if was_armed {
         let mut state = pager.state.lock();
+        state.locked.clear();
         // The descriptor of the parent's pagemap is not ours, and what was dropped need not be looked at: our own
         // registrations come after, so nothing is dropped behind them.
         while let Some(event) = state.fork_log.remove(0).or_else(|| state.pending.remove(0)) {

@@ -10,6 +10,7 @@ use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State, Way};
 use crate::process;
 use crate::remap;
+use crate::shared::Trouble;
 use crate::staging::{Frame, GROUP};
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
@@ -168,8 +169,8 @@ impl Evictor {
         if span.is_empty() {
             return Some(0);
         }
-        // The call before this one may have let the handler read something.
-        if !pager.is_settled(state) || !channel.is_quiet() {
+        // The call before this one has let the handler read something.
+        if !pager.is_settled(state) || pager.has_devices() || !channel.is_quiet() {
             self.hand.go_back_to_span();
             return None;
         }
@@ -191,7 +192,7 @@ impl Evictor {
             Err(errno) => {
                 self.hand.go_back_to_span();
                 self.hand.pass_over(span.start, pages, errno);
-                Some(0)
+                (!state.staging.is_retired(frame as usize / GROUP)).then_some(0)
             }
         }
     }
@@ -206,7 +207,9 @@ fn note_staged(pager: &Pager, state: &mut State, start: usize, frame: Frame, pag
         }
         // One that went along with its neighbours may be hot.
         let heat = state.table.get(page).heat();
-        state.table.update(page, Word::new(Phase::Staged).with_heat(heat).with_payload(frame));
+        if !state.table.set(page, Word::new(Phase::Staged).with_heat(heat).with_payload(frame)) {
+            process::die(pager, Trouble::NoMemory);
+        }
         let group = &mut state.staging.groups[frame as usize / GROUP];
         group.present |= 1 << (frame as usize % GROUP);
         group.pages[frame as usize % GROUP] = page;

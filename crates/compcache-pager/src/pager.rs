@@ -99,6 +99,8 @@ pub struct State {
     pub(crate) under_way: u32,
     /// Pages the handler is bringing from the pool, outside the lock: present before their words say so.
     pub(crate) loading: Range<u64>,
+    /// What was taken last by [`crate::remap`], until the messages read meanwhile are taken in.
+    pub(crate) taken_span: Range<usize>,
     /// For looking at what is present while an event is applied.
     pub(crate) event_scan: ScanBuffer,
 }
@@ -439,10 +441,10 @@ impl Pager {
     /// Runs `lock`, which locks all memory of the process (mlockall): what is evicted comes back to be locked, and staging
     /// is left out, empty, so that locked memory is not evicted again: frames do not move between locked and unlocked
     /// ranges.
-    pub fn while_memory_is_locked<T>(&self, lock: impl FnOnce() -> T) -> T {
+    pub fn while_memory_is_locked(&self, lock: impl FnOnce() -> i32) -> i32 {
         fork::prepare(self);
         // What moves by mremap is not asked whether it is locked.
-        self.remapping.locked.store(true, Release);
+        let was_locked = self.remapping.locked.swap(true, AcqRel);
         let staging_bytes = if self.remapping.shares_staging() { 0 } else { STAGING_BYTES };
         let ranges = [(self.staging_start, staging_bytes), (self.morgue_start, MORGUE_BYTES)];
         for (start, len) in ranges {
@@ -450,6 +452,9 @@ impl Pager {
             let _ = unsafe { memory::set_access(start, len, false) };
         }
         let result = lock();
+        if result != 0 {
+            self.remapping.locked.store(was_locked, Release);
+        }
         for (start, len) in ranges {
             // SAFETY: ranges of the pager's own.
             unsafe {

@@ -24,24 +24,28 @@
 //!
 //! **mremap asks nobody.** UFFDIO_MOVE refuses a range that is not registered, and pages that a device may write to. Here
 //! the first is found out afterwards: a range that was unmapped in the instant before the call, and mapped anew by another
-//! thread, is not registered at its new place either. What was taken then cannot be given back unseen, and the process is
+//! thread, is not registered at its new place either; if another thread has moved a registered range there, its event comes
+//! with those that were read early ([`not_meant`]). What was taken then cannot be given back unseen, and the process is
 //! ended: a lost page would be a wrong byte. The second nobody can find out: a process that may have such pages is not
 //! evicted from at all ([`Pager::note_devices`]).
 
 use crate::lock::{Guard, Mutex};
 use crate::memory::{self, PAGE};
-use crate::pager::{Channel, Pager, State};
+use crate::pager::{Channel, Pager, State, clock_ns};
 use crate::scan;
 use crate::shared::Trouble;
 use crate::staging::{Frame, GROUP};
 use crate::sys::{self, Errno};
+use crate::uffd::Message;
 use alloc::boxed::Box;
 use core::ops::Range;
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering::*};
 use linux_raw_sys::general::uffd_msg;
 
-/// Messages that can be kept; each is of a thread that waits.
-const EARLY_MAX: usize = 512;
+/// Messages that can be kept.
+const EARLY_MAX: usize = 4096;
+/// A call that has not moved its first page after this time never will.
+const CALL_NS_MAX: u64 = 1_000_000_000;
 /// How long the handler sleeps at most before it looks at the probe again.
 const BETWEEN_LOOKS_NS: u64 = 50_000;
 const SPINS: u32 = 250;
@@ -149,7 +153,7 @@ impl Early {
         channel: &Channel,
         state: &'a Mutex<Box<State>>,
     ) -> Guard<'a, Box<State>> {
-        let mut rounds = 0;
+        let (mut rounds, begun_ns) = (0, clock_ns());
         loop {
             if let Some(guard) = state.try_lock() {
                 pager.remapping.unread.store(!self.is_empty(), Release);
@@ -163,6 +167,9 @@ impl Early {
             } else if let Some(guard) = state.lock_within(BETWEEN_LOOKS_NS) {
                 pager.remapping.unread.store(!self.is_empty(), Release);
                 return guard;
+            } else if pager.remapping.probe.load(Acquire) != 0 && clock_ns() - begun_ns > CALL_NS_MAX {
+                // The evictor waits for its event, and there is no telling whether something moved.
+                crate::process::die(pager, Trouble::NotMeant);
             }
         }
     }
@@ -190,17 +197,26 @@ pub struct Kernel {
 impl Kernel {
     /// Tries; `None` without MREMAP_DONTUNMAP. Only while the process has one thread: others might map something between.
     pub fn probe() -> Option<Kernel> {
-        let (from, to) = (memory::map(PAGE).ok()?, memory::map(PAGE).ok()?);
-        // SAFETY: two pages mapped just now, which nobody uses.
+        let (from, to) = (memory::map(2 * PAGE).ok()?, memory::map(2 * PAGE).ok()?);
+        // SAFETY: ranges mapped just now, which nobody uses.
         unsafe {
             let possible = sys::mremap_dont_unmap(from as usize, PAGE, to as usize).is_ok();
+            // As it is refused later: a range that its first mapping does not fill.
+            let _ = rustix::mm::munmap(from.add(PAGE).cast(), PAGE);
+            let _ = sys::mremap_dont_unmap(from as usize, 2 * PAGE, to as usize);
+            let keeps_target = !memory::map_where_nothing_is(to as usize, 2 * PAGE);
             let _ = rustix::mm::munmap(from.cast(), PAGE);
-            let refused = sys::mremap_dont_unmap(from as usize, PAGE, to as usize).is_err();
-            let keeps_target = !memory::map_where_nothing_is(to as usize, PAGE);
-            let _ = rustix::mm::munmap(to.cast(), PAGE);
-            (possible && refused).then_some(Kernel { keeps_target })
+            let _ = rustix::mm::munmap(to.cast(), 2 * PAGE);
+            possible.then_some(Kernel { keeps_target })
         }
     }
+}
+
+/// Whether an event that was read early says that the span just taken was not the one meant: something was moved there at the
+/// same time.
+pub fn not_meant(state: &State, event: &Message) -> bool {
+    let taken = &state.taken_span;
+    matches!(event, Message::Remap { to, len, .. } if *to < taken.end && taken.start < to + len)
 }
 
 /// Moves what is present of `span`, at most a group's worth, to the frames from `frame` on, which hold nothing. Returns
@@ -231,6 +247,10 @@ pub fn take_out(
         Ok(Some(there)) => there,
         Ok(None) => crate::process::die(pager, Trouble::NoProc),
         Err(errno) => {
+            if scan::are_there(channel.pagemap(), target..target + len).is_some_and(|there| there != 0) {
+                // Part of it has moved all the same.
+                crate::process::die(pager, Trouble::NotMeant);
+            }
             let kept = errno != Errno::ENOMEM && pager.remapping.kernel.is_some_and(|kernel| kernel.keeps_target);
             // Else somebody may have mapped something there since.
             if !kept && !memory::map_where_nothing_is(target, len) {
@@ -254,5 +274,11 @@ pub fn take_out(
     if unsafe { memory::set_access(target, len, true) }.is_err() {
         crate::process::die(pager, Trouble::NoMemory);
     }
+    // SAFETY: as above. A copy of the process must find no holes there, and locked frames could not be given back.
+    unsafe {
+        let _ = rustix::mm::madvise(target as *mut core::ffi::c_void, len, rustix::mm::Advice::LinuxDoFork);
+        let _ = rustix::mm::munlock(target as *mut core::ffi::c_void, len);
+    }
+    state.taken_span = span.clone();
     Ok(there)
 }

@@ -131,6 +131,16 @@ impl Staging {
             .map(move |group| of_group(group)..of_group(group + 1))
     }
 
+    /// Whether a group is left alone.
+    pub fn is_retired(&self, group: usize) -> bool {
+        self.retired[group]
+    }
+
+    /// Whether an address is a frame's, in a group where nothing else can be.
+    pub fn owns(&self, address: usize) -> bool {
+        self.contains(address) && !self.retired[(address - self.start) / (GROUP * 4096)]
+    }
+
     /// Takes an empty group.
     pub fn pop_empty(&mut self) -> Option<usize> {
         while let Some(group) = self.empty.pop() {

@@ -203,13 +203,9 @@ pub unsafe extern "C" fn mlock2(address: *const c_void, len: usize, flags: c_uin
 }
 
 fn lock(address: *const c_void, len: usize, lock: impl FnOnce() -> c_int) -> c_int {
-    // Before: what leaves after it was locked would stay away.
+    // Before: what leaves after it was locked would stay away. A call that fails may have locked a part.
     pager().inspect(|pager| pager.set_locked(address as usize, len, true));
-    let result = lock();
-    if result != 0 {
-        pager().inspect(|pager| pager.set_locked(address as usize, len, false));
-    }
-    result
+    lock()
 }
 
 /// `munlock`, with the pager told.
