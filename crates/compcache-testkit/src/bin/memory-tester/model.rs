@@ -31,6 +31,12 @@ pub struct Region {
 }
 
 impl Region {
+    /// Cuts off what begins with page `from`.
+    pub fn split_off(&mut self, from: usize) -> Self {
+        let pages = self.pages.split_off(from);
+        Self { at: self.address(from), tag: self.tag, first: self.first + from, pages }
+    }
+
     pub fn new(tag: u64, pages: usize, filled: bool) -> Self {
         let mut region = Self { at: os::map(pages), tag, first: 0, pages: vec![Content::Zero; pages] };
         if filled {

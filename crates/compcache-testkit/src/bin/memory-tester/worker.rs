@@ -268,18 +268,21 @@ impl<'a> Worker<'a> {
     }
 
     fn unmap_part(&mut self, which: usize, from: usize, count: usize) {
-        let mut region = self.regions.swap_remove(which);
-        os::unmap(region.address(from), count);
-        let tail = region.pages.split_off(from + count);
-        let tail_at = region.address(from + count);
-        let tail_first = region.first + from + count;
-        region.pages.truncate(from);
-        let tag = region.tag;
-        for piece in [region, Region { at: tail_at, tag, first: tail_first, pages: tail }] {
-            if !piece.pages.is_empty() {
-                self.regions.push(piece);
-            }
-        }
+        os::unmap(self.regions[which].address(from), count);
+        self.cut(which, from, count);
+        self.sweep();
+    }
+
+    /// Takes a run out of a region; what is behind it becomes a region of its own. The indices of the others stay.
+    fn cut(&mut self, which: usize, from: usize, count: usize) -> Region {
+        let mut run = self.regions[which].split_off(from);
+        self.regions.push(run.split_off(count));
+        run
+    }
+
+    /// Forgets regions of which nothing is left.
+    fn sweep(&mut self) {
+        self.regions.retain(|region| !region.pages.is_empty());
     }
 
     fn remap(&mut self, operation: Operation, which: usize, from: usize) {
@@ -302,7 +305,7 @@ impl<'a> Worker<'a> {
         self.check_region(which, new - checked, checked);
     }
 
-    /// Moves a run onto another region, whose contents there are lost; where the run was is mapped anew.
+    /// Moves a run onto another region, whose contents there are lost; where the run was nothing is left.
     fn move_over(&mut self, which: usize, from: usize, count: usize) {
         let other = self.random.usize(..self.regions.len());
         let count = count.min(self.regions[other].pages.len());
@@ -316,31 +319,12 @@ impl<'a> Worker<'a> {
         if os::move_to(between, count, count, target).is_none() {
             os::fail("FAILED: mremap refuses to move again what it has just moved\n");
         }
-        // The run becomes a region of its own, cut out of the one it covered.
-        let moved = Region {
-            at: target,
-            tag: self.regions[which].tag,
-            first: self.regions[which].first + from,
-            pages: self.regions[which].pages[from..from + count].to_vec(),
-        };
-        os::map_at(source, count);
-        self.regions[which].pages[from..from + count].fill(Content::Zero);
-        let covered = &mut self.regions[other];
-        let tail = covered.pages.split_off(to + count);
-        let piece = Region {
-            at: covered.address(to + count),
-            tag: covered.tag,
-            first: covered.first + to + count,
-            pages: tail,
-        };
-        covered.pages.truncate(to);
-        if covered.pages.is_empty() {
-            self.regions.swap_remove(other);
-        }
-        self.regions.push(moved);
-        if !piece.pages.is_empty() {
-            self.regions.push(piece);
-        }
+        // The run becomes a region of its own. It is cut out of the one it covered and of the one it came from: where it was
+        // is free for anybody, and another thread may have it already.
+        let run = self.cut(which, from, count);
+        self.cut(other, to, count);
+        self.sweep();
+        self.regions.push(Region { at: target, ..run });
         let last = self.regions.len() - 1;
         self.check_region(last, 0, self.regions[last].pages.len().min(32));
     }
