@@ -5,7 +5,7 @@
 
 use compcache_testkit::seed::Seed;
 
-use crate::support::{Cap, Program, beside_others, memory_tester, ways};
+use crate::support::{Cap, Program, Way, beside_others, memory_tester, ways};
 
 fn seconds() -> u64 {
     std::env::var("COMPCACHE_LONG").ok().and_then(|text| text.parse().ok()).unwrap_or(4)
@@ -24,8 +24,11 @@ fn memory_holds(test: &str, threads: usize, mb: usize, cap: &Cap) {
     let seed = Seed::for_test(test).number() >> 16;
     for (round, way) in ways().into_iter().enumerate() {
         let outcome = tester(seed + round as u64, threads, mb).paged(way, cap);
-        assert!(outcome.status.success(), "{way:?}: {}", outcome.explain());
-        eprintln!("{way:?}: {}", outcome.text().trim_end());
+        // Where nobody refuses to move the wrong page, a process is ended before it sees a wrong byte: [S39].
+        let told = |what| outcome.stderr.contains(what);
+        let ended = way == Way::Remap && threads > 1 && told("changed its mappings") && !told("MISMATCH at");
+        assert!(outcome.status.success() || ended, "{way:?}: {}", outcome.explain());
+        eprintln!("{way:?}: {}", if ended { "ended" } else { outcome.text().trim_end() });
         outcome.must_have_evicted();
     }
 }
@@ -36,7 +39,6 @@ fn memory_is_an_array_of_bytes_for_one_thread() {
 }
 
 #[test]
-#[ignore = "events of several threads can reach the pager out of order [S36]; one run in twenty finds it"]
 fn memory_is_an_array_of_bytes_for_many_threads() {
     memory_holds("memory_is_an_array_of_bytes_for_many_threads", 5, 96, &Cap::resident_mib(16));
 }
