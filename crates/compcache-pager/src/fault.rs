@@ -163,7 +163,7 @@ impl Handler {
     fn pump(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> usize {
         let mut total = 0;
         while let Some(message) = self.early.pop(pager) {
-            if uffd::decode(&message).is_some_and(|event| crate::remap::not_meant(state, &event)) {
+            if uffd::decode(&message).is_some_and(|event| crate::remap::not_meant(channel, state, &event)) {
                 crate::process::die(pager, Trouble::NotMeant);
             }
             self.take_in(pager, channel, state, &message);

@@ -212,11 +212,12 @@ impl Kernel {
     }
 }
 
-/// Whether an event that was read early says that the span just taken was not the one meant: something was moved there at the
-/// same time.
-pub fn not_meant(state: &State, event: &Message) -> bool {
-    let taken = &state.taken_span;
-    matches!(event, Message::Remap { to, len, .. } if *to < taken.end && taken.start < to + len)
+/// Whether an event that was read early may say that the span just taken was not the one meant: something was moved there at
+/// the same time. If it came before the call, the call took all of it; if a page is there, it came after.
+pub fn not_meant(channel: &Channel, state: &State, event: &Message) -> bool {
+    let Message::Remap { to, len, .. } = event else { return false };
+    let both = state.taken_span.start.max(*to)..state.taken_span.end.min(to + len);
+    !both.is_empty() && scan::are_there(channel.pagemap(), both).is_none_or(|there| there == 0)
 }
 
 /// Moves what is present of `span`, at most a group's worth, to the frames from `frame` on, which hold nothing. Returns
