@@ -28,7 +28,7 @@ fn memory_holds(test: &str, threads: usize, mb: usize, cap: &Cap) {
         let told = |what| outcome.stderr.contains(what);
         let ended = way == Way::Remap && threads > 1 && told("changed its mappings") && !told("MISMATCH at");
         assert!(outcome.status.success() || ended, "{way:?}: {}", outcome.explain());
-        eprintln!("{way:?}: {}", if ended { "ended" } else { outcome.text().trim_end() });
+        eprintln!("{way:?}: {}{}", outcome.text().trim_end(), if ended { "ended" } else { "" });
         outcome.must_have_evicted();
     }
 }
