@@ -346,12 +346,13 @@ impl Evictor {
             for range in found.iter() {
                 register(channel, &state, range, fresh);
             }
-            if fresh.len() > 0 {
-                maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
-                    take_registered(pager, channel, &mut state, mapping.start..mapping.end, fresh);
-                });
+            if fresh.len() == 0 {
+                return;
             }
-            return;
+            maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
+                take_registered(pager, channel, &mut state, mapping.start..mapping.end, fresh);
+            });
+            // Again: a mapping that came meanwhile may be registered in part, and the program could not move it whole.
         }
     }
 

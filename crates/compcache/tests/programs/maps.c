@@ -53,6 +53,16 @@ static void *unmaps(void *argument)
 	return NULL;
 }
 
+/* mremap. A mapping that has just come may be registered in part for an instant, and is refused then: [S37]. */
+static void *remap(void *at, size_t old, size_t new, int flags, void *target)
+{
+	for (int tries = 0;; tries++) {
+		void *to = mremap(at, old, new, flags, target);
+		if (to != MAP_FAILED || errno != EFAULT || tries == 100) return to;
+		sleep_ms(1);
+	}
+}
+
 static void *moves(void *argument)
 {
 	uint64_t tag = (uintptr_t)argument, round = 0;
@@ -66,13 +76,13 @@ static void *moves(void *argument)
 		unsigned char *to = MAP_FAILED;
 		switch ((random >> 40) % 3) {
 		case 0:
-			to = mremap(at, pages * PAGE, other * PAGE, MREMAP_MAYMOVE);
+			to = remap(at, pages * PAGE, other * PAGE, MREMAP_MAYMOVE, NULL);
 			break;
 		case 1: {
 			/* Onto another mapping, whose contents are lost. */
 			unsigned char *target = map_at(NULL, other);
 			memset(target, 0x77, other * PAGE);
-			to = mremap(at, pages * PAGE, other * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, target);
+			to = remap(at, pages * PAGE, other * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, target);
 			MUST(to == target);
 			break;
 		}
@@ -80,7 +90,7 @@ static void *moves(void *argument)
 			/* The middle moves out, the two ends stay. */
 			size_t third = pages / 3;
 			unsigned char *target = map_at(NULL, third);
-			to = mremap(at + third * PAGE, third * PAGE, third * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, target);
+			to = remap(at + third * PAGE, third * PAGE, third * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, target);
 			MUST(to == target);
 			for (size_t page = 0; page < third; page++) page_check(to + page * PAGE, tag, page + third, round);
 			for (size_t page = 0; page < third; page++) page_check(at + page * PAGE, tag, page, round);
@@ -95,7 +105,7 @@ static void *moves(void *argument)
 		for (size_t page = 0; page < pages && page < other; page++) page_check(to + page * PAGE, tag, page, round);
 		if (other > pages) must_be_zero(to + pages * PAGE, (other - pages) * PAGE, "the part that mremap added");
 		if (other < pages) {
-			unsigned char *again = mremap(to, other * PAGE, pages * PAGE, MREMAP_MAYMOVE);
+			unsigned char *again = remap(to, other * PAGE, pages * PAGE, MREMAP_MAYMOVE, NULL);
 			MUST(again != MAP_FAILED);
 			must_be_zero(again + other * PAGE, (pages - other) * PAGE, "shrunk and grown again");
 			for (size_t page = 0; page < other; page++) page_check(again + page * PAGE, tag, page, round);
