@@ -322,7 +322,7 @@ impl Evictor {
         for _ in 0..4 {
             let generation = pager.state.lock().generation;
             self.found.clear();
-            let (found, mut file_end) = (&mut self.found, 0);
+            let (found, mut file_end, mut found_end, mut small) = (&mut self.found, 0, 0, 0..0);
             maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
                 let tail_of_file = mapping.start == file_end && !mapping.heap;
                 if mapping.file {
@@ -330,8 +330,19 @@ impl Evictor {
                 }
                 let large = mapping.end - mapping.start >= REGION_BYTES_MIN;
                 let range = mapping.start..mapping.end;
-                if mapping.anonymous && mapping.writable && large && !tail_of_file && !pager.never.overlaps(&range) {
+                if !mapping.anonymous || !mapping.writable || tail_of_file || pager.never.overlaps(&range) {
+                    return;
+                }
+                // A small one beside a large one may be what is left of the same mapping, which is whole again when both are
+                // registered.
+                if large || range.start == found_end {
+                    if small.end == range.start {
+                        found.add(small.clone());
+                    }
+                    found_end = range.end;
                     found.add(range);
+                } else {
+                    small = range;
                 }
             });
             let mut state = pager.state.lock();
