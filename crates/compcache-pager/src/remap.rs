@@ -248,11 +248,11 @@ pub fn take_out(
         Ok(Some(there)) => there,
         Ok(None) => crate::process::die(pager, Trouble::NoProc),
         Err(errno) => {
-            if scan::are_there(channel.pagemap(), target..target + len).is_some_and(|there| there != 0) {
-                // Part of it has moved all the same.
+            let kept = errno != Errno::ENOMEM && pager.remapping.kernel.is_some_and(|kernel| kernel.keeps_target);
+            if kept && scan::are_there(channel.pagemap(), target..target + len).is_some_and(|there| there != 0) {
+                // Kernels that keep the target move several mappings with one call, and have then moved a part of it.
                 crate::process::die(pager, Trouble::NotMeant);
             }
-            let kept = errno != Errno::ENOMEM && pager.remapping.kernel.is_some_and(|kernel| kernel.keeps_target);
             // Else somebody may have mapped something there since.
             if !kept && !memory::map_where_nothing_is(target, len) {
                 state.staging.retire(frame as usize / GROUP);
