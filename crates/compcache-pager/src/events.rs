@@ -5,7 +5,7 @@
 //! when another has moved something to the same addresses and has. As long as anybody has something to tell, the kernel
 //! refuses every copy and move ([`Channel::is_quiet`]). So moves, and what comes after one, are kept until nothing is
 //! missing. Then the map itself shows the order: what frees a range that something was moved to came before the move if
-//! the range is registered now, and after it if not ([`settle`]).
+//! the range is registered now, and after it if not ([`settle`]). Who told first plays no part.
 
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State};
@@ -102,25 +102,58 @@ fn take_in_order(pager: &Pager, channel: &Channel, state: &mut State, event: Mes
 /// Applies all events that were kept, in the order in which they happened. Nothing else is on its way.
 pub fn settle(pager: &Pager, channel: &Channel, state: &mut State) {
     while let Some(event) = state.pending.remove(0) {
-        if let Message::Remap { to, len, .. } = event {
-            let target = to..to + len;
-            let freeing = state.pending.iter().position(|later| frees(later, &target));
-            if let Some(place) = freeing
-                && channel.is_registered(common_start(state, place, &target))
-                && let Some(earlier) = state.pending.remove(place)
-            {
-                take_in_order(pager, channel, state, earlier);
-            }
+        if let Some(place) = came_before(channel, state, event)
+            && let Some(earlier) = state.pending.remove(place)
+        {
+            take_in_order(pager, channel, state, earlier);
         }
         take_in_order(pager, channel, state, event);
+        if let Message::Remap { to, len, .. } = event {
+            // Of a program with one thread the order is never in doubt.
+            state.doubt |= pager.has_many_threads();
+            forget_freed(pager, channel, state, to..to + len);
+        }
     }
 }
 
-/// Whether an event leaves nothing at some part of a range.
-fn frees(event: Message, range: &Range<usize>) -> bool {
-    freed(event).is_some_and(|freed| freed.start < range.end && range.start < freed.end)
+/// The place of a kept event that happened before `event`, though it was told later.
+fn came_before(channel: &Channel, state: &State, event: Message) -> Option<usize> {
+    let later = || state.pending.iter().enumerate();
+    let frees_place = |place: usize, range: &Range<usize>| {
+        later().skip(place).any(|(_, other)| freed(other).is_some_and(|freed| common(&freed, range).is_some()))
+    };
+    let freeing = target(event).and_then(|target| {
+        let freed = |other| freed(other).and_then(|freed| common(&freed, &target));
+        later().find_map(|(place, other)| Some((place, freed(other)?)))
+    });
+    if let Some((place, range)) = freeing
+        && channel.is_registered(range.start)
+    {
+        return Some(place);
+    }
+    let freed = freed(event)?;
+    let filled = |other| target(other).and_then(|target| common(&freed, &target));
+    let (place, range) = later().find_map(|(place, other)| Some((place, filled(other)?)))?;
+    (channel.is_unregistered(range.start) && !frees_place(place + 1, &range)).then_some(place)
 }
 
+/// What was moved to a place that is registered no more has been unmapped since, by an event that was told before.
+fn forget_freed(pager: &Pager, channel: &Channel, state: &mut State, target: Range<usize>) {
+    if !channel.is_unregistered(target.start) {
+        return;
+    }
+    let is_freed_later = |state: &State, at| {
+        let page = at..at + PAGE;
+        state.pending.iter().any(|other| freed(other).is_some_and(|freed| common(&freed, &page).is_some()))
+    };
+    for at in target.step_by(PAGE) {
+        if !is_freed_later(state, at) && channel.is_unregistered(at) {
+            take_in_order(pager, channel, state, Message::Unmap { start: at, end: at + PAGE });
+        }
+    }
+}
+
+/// Where an event leaves nothing.
 fn freed(event: Message) -> Option<Range<usize>> {
     match event {
         Message::Unmap { start, end } => Some(start..end),
@@ -129,10 +162,18 @@ fn freed(event: Message) -> Option<Range<usize>> {
     }
 }
 
-/// The first address of a range that the kept event at `place` frees.
-fn common_start(state: &State, place: usize, range: &Range<usize>) -> usize {
-    let freed = state.pending.iter().nth(place).and_then(freed);
-    freed.map_or(range.start, |freed| freed.start.max(range.start))
+/// Where an event brings something.
+fn target(event: Message) -> Option<Range<usize>> {
+    match event {
+        Message::Remap { to, len, .. } => Some(to..to + len),
+        _ => None,
+    }
+}
+
+/// What two ranges have in common.
+fn common(one: &Range<usize>, other: &Range<usize>) -> Option<Range<usize>> {
+    let common = one.start.max(other.start)..one.end.min(other.end);
+    (!common.is_empty()).then_some(common)
 }
 
 /// Applies an event. The caller holds the lock.

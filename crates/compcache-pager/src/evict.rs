@@ -34,6 +34,8 @@ use rustix::fd::{AsFd, OwnedFd};
 const FIRST_NAP_NS: u64 = 3_000_000;
 const NAP_MIN_NS: u64 = 1_000_000;
 const NAP_IDLE_NS: u64 = 20_000_000;
+/// A process that has done nothing for so long is taken for idle.
+const IDLE_AFTER_NS: u64 = 1_000_000_000;
 const NAP_MAX_NS: u64 = 100_000_000;
 /// How fast a process can grow without faults of ours: what a processor can touch in a second.
 const GROWTH_BYTES_PER_S: u64 = 2 << 30;
@@ -58,6 +60,7 @@ pub struct Evictor {
     looked_at_ns: u64,
     threads_noted_ns: u64,
     cpu_ns: u64,
+    busy_at_ns: u64,
     /// Set in a copy of a process that was paged: it must be again before its fork returns.
     pub recover: bool,
 }
@@ -73,7 +76,7 @@ struct Look {
     over_pages: i64,
     /// Pages resident beyond what was known to the pager: something grew that is not registered.
     unknown_growth: u64,
-    busy: bool,
+    idle: bool,
 }
 
 impl Evictor {
@@ -91,6 +94,7 @@ impl Evictor {
             looked_at_ns: 0,
             threads_noted_ns: 0,
             cpu_ns: 0,
+            busy_at_ns: clock_ns(),
             recover: false,
         })
     }
@@ -99,7 +103,7 @@ impl Evictor {
     pub fn reset(&mut self) {
         core::mem::forget(self.files.take());
         self.hand.reset();
-        self.cpu_ns = 0;
+        (self.cpu_ns, self.busy_at_ns) = (0, clock_ns());
     }
 
     /// The thread.
@@ -172,7 +176,7 @@ impl Evictor {
             self.compact(pager);
             let headroom_bytes = (-look.over_pages).max(0) as u64 * PAGE as u64;
             let until_full_ns = headroom_bytes * 1_000_000_000 / GROWTH_BYTES_PER_S;
-            let floor_ns = if look.busy { NAP_MIN_NS } else { NAP_IDLE_NS };
+            let floor_ns = if look.idle { NAP_IDLE_NS } else { NAP_MIN_NS };
             return until_full_ns.clamp(floor_ns, NAP_MAX_NS);
         }
     }
@@ -190,8 +194,11 @@ impl Evictor {
         let anonymous = process::anonymous_pages(self.files.as_ref()?.statm.as_fd())?;
         let cpu_ns = process::cpu_time_ns();
         let now_ns = clock_ns();
-        let busy = (cpu_ns - self.cpu_ns) * 8 > now_ns - self.looked_at_ns;
+        if (cpu_ns - self.cpu_ns) * 8 > now_ns - self.looked_at_ns {
+            self.busy_at_ns = now_ns;
+        }
         (self.cpu_ns, self.looked_at_ns) = (cpu_ns, now_ns);
+        let idle = now_ns - self.busy_at_ns > IDLE_AFTER_NS;
         let mut state = pager.state.lock();
         let ours = pager.ours_bytes(&state);
         let resident = anonymous.saturating_sub(ours / PAGE as u64);
@@ -205,7 +212,7 @@ impl Evictor {
         let headroom = share_of(headroom_bytes / PAGE as i64, resident, &totals);
         let least = least_pages(pager.region, &totals).max(state.floor_pages(now_ns));
         state.limit_pages = least.max((resident as i64 + headroom).max(0) as u64);
-        Some(Look { over_pages: resident as i64 - state.limit_pages as i64, unknown_growth, busy })
+        Some(Look { over_pages: resident as i64 - state.limit_pages as i64, unknown_growth, idle })
     }
 
     /// Starts the handler and registers what there is.

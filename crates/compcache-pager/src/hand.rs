@@ -1,12 +1,13 @@
 //! The hand: goes round the registered ranges in order of address and finds pages that may leave.
 //!
-//! A page it meets that has heat loses one degree and stays; a cold one may go, in runs as long as they come.
+//! A page it meets that has heat loses one degree and stays; a cold one may go, in runs as long as they come. While the
+//! small queue ([`crate::small`]) holds more than its share, the hand rests, and that queue's pages go.
 //!
 //! # Source
 //! A clock hand with counts is S3-FIFO's main queue (Yang et al., 2023).
 
 use crate::memory::PAGE;
-use crate::pager::{Channel, Pager, State};
+use crate::pager::{Channel, Pager, State, Way};
 use crate::process;
 use crate::scan::ScanBuffer;
 use crate::staging::GROUP;
@@ -29,8 +30,11 @@ pub struct Hand {
     runs: [(usize, usize); RUNS_MAX],
     run: usize,
     run_count: usize,
-    /// What is left of the run under the hand.
+    /// What is left of the run under the hand, and whether it is from the small queue; then what is left of the hand's own
+    /// lies aside.
     rest: Range<usize>,
+    is_small: bool,
+    aside: Range<usize>,
     /// The map's generation when `runs` was filled.
     generation: u64,
     at: usize,
@@ -52,6 +56,8 @@ impl Hand {
             run: 0,
             run_count: 0,
             rest: 0..0,
+            is_small: false,
+            aside: 0..0,
             generation: 0,
             at: 0,
             most: GROUP,
@@ -69,7 +75,7 @@ impl Hand {
 
     /// Forgets what it has found.
     pub fn reset(&mut self) {
-        (self.run, self.run_count, self.rest) = (0, 0, 0..0);
+        (self.run, self.run_count, self.rest, self.aside) = (0, 0, 0..0, 0..0);
     }
 
     /// Goes back to a page of the run it is in.
@@ -98,8 +104,8 @@ impl Hand {
         &self.shared[..count]
     }
 
-    /// Sees to it that there is something in `rest`: what is left of a run of present pages, or the next run. False when
-    /// the hand has been everywhere.
+    /// Sees to it that there is something in `rest`: what is left of a run, or the next run, of the small queue if that is
+    /// full, else of present pages. False when the hand has been everywhere.
     pub fn next_run(&mut self, channel: &Channel, state: &mut State, wrapped: &mut u32) -> bool {
         if self.generation != state.generation {
             self.generation = state.generation;
@@ -108,12 +114,21 @@ impl Hand {
         if !self.rest.is_empty() {
             return true;
         }
+        // Where a group holds one span only, pages that lie apart are dear.
+        let takes_small = matches!(channel.way, Way::Move { .. });
+        if takes_small && state.small.is_full(state.limit_pages) && self.take_small(state) {
+            return true;
+        }
+        if core::mem::take(&mut self.is_small) && !self.aside.is_empty() {
+            self.rest = core::mem::take(&mut self.aside);
+            return true;
+        }
         while self.run == self.run_count {
             let Some(region) = state.regions.at_or_after(self.at) else {
                 *wrapped += 1;
                 // Each round takes one degree of heat off: after as many everything is cold that is there.
                 if *wrapped > HEAT_MAX + 1 || state.regions.len() == 0 {
-                    return false;
+                    return takes_small && self.take_small(state);
                 }
                 self.at = 0;
                 continue;
@@ -134,6 +149,24 @@ impl Hand {
         true
     }
 
+    /// Puts the oldest run of the small queue under the hand, as far as it is still registered.
+    fn take_small(&mut self, state: &mut State) -> bool {
+        while let Some(pages) = state.small.pop() {
+            let run = pages.start as usize * PAGE..pages.end as usize * PAGE;
+            let Some(region) = state.regions.at_or_after(run.start) else { continue };
+            let run = run.start.max(region.start)..run.end.min(region.end);
+            if run.is_empty() {
+                continue;
+            }
+            if !core::mem::replace(&mut self.is_small, true) {
+                self.aside = core::mem::take(&mut self.rest);
+            }
+            self.rest = run;
+            return true;
+        }
+        false
+    }
+
     /// The first cold pages of `rest`, at most `room`, as many as may move with one call; what was hot before and just after them has cooled by one degree.
     /// `rest` is what comes after.
     pub fn cold_part(&mut self, pager: &Pager, state: &mut State, room: usize) -> Range<usize> {
@@ -141,7 +174,7 @@ impl Hand {
         let mut at = self.rest.start;
         let mut cold = None;
         while at < self.rest.end {
-            let is_cold = is_cold(pager, state, at);
+            let is_cold = if self.is_small { may_leave(pager, state, at) } else { is_cold(pager, state, at) };
             at += PAGE;
             match (&mut cold, is_cold) {
                 (None, true) => cold = Some(at - PAGE..at),
@@ -214,16 +247,22 @@ impl Hand {
 fn is_cold(pager: &Pager, state: &mut State, address: usize) -> bool {
     let page = process::page_of(address);
     let word = state.table.get(page);
-    match word.phase() {
-        // A stored copy of a page that is present is old: left over from a fork.
-        Phase::Resident | Phase::Stored | Phase::Dropped if may_go_along(pager, state, address) => {}
-        _ => return false,
-    }
-    if word.phase() == Phase::Resident && word.heat() > 0 {
+    let may_leave = may_leave(pager, state, address);
+    if !may_leave && word.phase() == Phase::Resident && word.heat() > 0 {
         state.table.update(page, word.with_heat(word.heat() - 1));
-        return false;
     }
-    true
+    may_leave
+}
+
+/// Whether a page may go now.
+fn may_leave(pager: &Pager, state: &mut State, address: usize) -> bool {
+    let word = state.table.get(process::page_of(address));
+    match word.phase() {
+        Phase::Resident if word.heat() > 0 => false,
+        // A stored copy of a page that is present is old: left over from a fork.
+        Phase::Resident | Phase::Stored | Phase::Dropped => may_go_along(pager, state, address),
+        Phase::Staged | Phase::Compressing => false,
+    }
 }
 
 /// Whether a page may leave its place, if it is there.

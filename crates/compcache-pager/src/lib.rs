@@ -58,6 +58,7 @@ mod remap;
 #[allow(unsafe_code, reason = "the kernel writes results into its buffers")]
 mod scan;
 pub mod shared;
+mod small;
 mod staging;
 mod streams;
 #[allow(unsafe_code, reason = "makes system calls")]

@@ -32,6 +32,7 @@ use crate::regions::Ranges;
 use crate::remap::{self, Remapping};
 use crate::scan::{self, ScanBuffer};
 use crate::shared::{EvictionWay, ProcessSlot, Region, RunCodec, Trouble};
+use crate::small::SmallQueue;
 use crate::staging::{GROUP, GROUPS_MAX, Staging};
 use crate::sys::{self, Errno, Files, RobustList};
 use crate::table::PageTable;
@@ -68,6 +69,8 @@ pub const MORGUE_BYTES: usize = 1 << 20;
 pub struct State {
     pub(crate) table: PageTable,
     pub(crate) staging: Staging,
+    /// Pages that came back from the pool lately: they leave first.
+    pub(crate) small: SmallQueue,
     /// Registered with the userfaultfd.
     pub(crate) regions: Ranges<REGIONS_MAX>,
     /// Pages that may not leave: [`crate::keep`].
@@ -94,6 +97,8 @@ pub struct State {
     pub(crate) now_s: u32,
     /// Events whose order is not known yet: while there are any, nobody decides anything.
     pub(crate) pending: EventLog<PENDING_EVENTS>,
+    /// Several threads move memory: what is registered is asked before anything leaves.
+    pub(crate) doubt: bool,
     /// Things being done outside the lock that a copy of the process must not catch half-way: groups being compressed or
     /// given back, faults being answered from the pool.
     pub(crate) under_way: u32,
@@ -173,6 +178,11 @@ impl Channel {
                 refusal => return matches!(refusal, Some(Errno::EFAULT | Errno::EEXIST)),
             }
         }
+    }
+
+    /// Whether a page certainly lies in no registered range.
+    pub(crate) fn is_unregistered(&self, address: usize) -> bool {
+        self.refusal_of(address) == Some(Errno::ENOENT)
     }
 
     fn refusal_of(&self, address: usize) -> Option<Errno> {
@@ -498,10 +508,18 @@ impl Pager {
     /// keeps that in the control block.
     pub fn note_threads(&self) {
         process::for_each_thread(|thread| {
-            if let Some(head) = sys::robust_list_of(thread) {
+            let ours = self.robust as usize;
+            let head =
+                sys::robust_list_of(thread).filter(|head| !(ours..ours + size_of::<RobustList>()).contains(head));
+            if let Some(head) = head {
                 self.add_control_block(head);
             }
         });
+    }
+
+    /// Whether the program has had more than one thread.
+    pub fn has_many_threads(&self) -> bool {
+        self.threads[1].load(Relaxed) != 0
     }
 
     /// Whether an address lies near a thread's control block.

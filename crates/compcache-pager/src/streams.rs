@@ -92,6 +92,11 @@ impl Streams {
         stream.brought = pages.max(1);
         stream.next = (stream.last as i64 + stream.step * i64::from(stream.brought)) as u64;
     }
+
+    /// The stream will come through pages that are there without a fault, and is expected behind them, at `page`.
+    pub fn expect(&mut self, page: u64) {
+        self.streams[self.current].next = page;
+    }
 }
 
 /// Whether `page` is where a stream goes on: at `next`, or up to one step beyond.
@@ -103,6 +108,21 @@ fn near(page: u64, next: u64, step: i64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_scan_goes_on_behind_pages_that_are_there() {
+        let (mut streams, mut page) = (Streams::default(), 100);
+        while {
+            let pages = streams.fault(page).pages;
+            streams.brought(pages);
+            page += u64::from(pages);
+            pages < WINDOW_MAX
+        } {}
+        streams.expect(page + 500);
+        assert_eq!(streams.fault(page + 500).pages, WINDOW_MAX);
+        streams.brought(1);
+        assert_eq!(streams.fault(page + 1000).pages, 1);
+    }
 
     /// Faults that a walk over `pages` takes when each fault brings its window.
     fn faults(pages: impl Iterator<Item = u64>) -> usize {

@@ -140,7 +140,6 @@ fn a_heap_that_grows_in_pieces_stays_within_a_tenth_of_the_cap() {
 }
 
 #[test]
-#[ignore = "while a program grows fast its total can exceed --ram by more than a tenth [S42]"]
 fn total_memory_stays_within_a_tenth_of_ram() {
     let _alone = alone();
     for way in ways() {

@@ -145,8 +145,7 @@ traps! {
     a_debugger_reads_cold_memory_of_a_stopped_thread: "readers" ["peekdata"];
     another_process_reads_and_writes_cold_memory: "readers" ["vm_readv"];
     the_memory_file_of_a_process_shows_cold_memory: "readers" ["proc_mem"];
-    #[ignore = "a stopped process has its pager stopped too [S34]"]
-    cold_memory_of_a_stopped_process_can_be_read: "readers" ["stopped"];
+    cold_memory_of_a_stopped_process_is_read_when_it_goes_on: "readers" ["stopped"];
     a_process_that_is_stopped_and_continued_goes_on: "readers" ["continued"];
 
     threads_go_on_after_their_process_changed_its_user: "changes_user" ["threads"];

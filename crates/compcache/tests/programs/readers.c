@@ -7,8 +7,8 @@
  *   peekdata   PTRACE_PEEKDATA and PTRACE_POKEDATA on the stopped main thread of a traced child
  *   vm_readv   process_vm_readv and process_vm_writev of a running child
  *   proc_mem   pread and pwrite of /proc/PID/mem
- *   stopped    the whole child is stopped by SIGSTOP, as by a shell's Ctrl-Z, and then read: the reader may have to wait
- *              until it is continued
+ *   stopped    the whole child is stopped by SIGSTOP, as by a shell's Ctrl-Z, with all its pager's threads, and then read:
+ *              the reader has to wait, in the kernel, until somebody else continues the child
  *   continued  SIGSTOP and SIGCONT, again and again, while the child works; then it goes on rightly
  */
 #include "trap.h"
@@ -46,18 +46,24 @@ static pid_t child_with_cold_memory(void)
 	_exit(0);
 }
 
-static pid_t stopped;
-
 static void hang(int signal)
 {
 	(void)signal;
-	if (stopped) {
-		kill(stopped, SIGCONT);
-		stopped = 0;
-		alarm(15);
-		return;
-	}
 	die("HANG: reading the evicted memory of another process");
+}
+
+/* Stops the child; another process continues it a second later. */
+static pid_t stop_for_a_second(pid_t child)
+{
+	int status;
+	MUST(kill(child, SIGSTOP) == 0);
+	MUST(waitpid(child, &status, WUNTRACED) == child && WIFSTOPPED(status));
+	pid_t other = fork();
+	if (other == 0) {
+		sleep_ms(1000);
+		_exit(kill(child, SIGCONT) == 0 ? 0 : 1);
+	}
+	return other;
 }
 
 static size_t refused;
@@ -73,7 +79,7 @@ static void read_run(const char *how, pid_t child, int mem, size_t page)
 {
 	unsigned char got[RUN * PAGE];
 	unsigned char *at = area.at + page * PAGE;
-	alarm(stopped ? 2 : 15);
+	alarm(15);
 	if (strcmp(how, "peekdata") == 0) {
 		for (size_t i = 0; i < sizeof(got); i += 8) {
 			errno = 0;
@@ -109,7 +115,7 @@ static void write_run(pid_t child, size_t page)
 
 static void read_child(const char *how)
 {
-	pid_t child = child_with_cold_memory();
+	pid_t child = child_with_cold_memory(), other = 0;
 	int mem = -1, status;
 	if (strcmp(how, "peekdata") == 0) {
 		if (ptrace(PTRACE_SEIZE, child, NULL, NULL) != 0) lacks("ptrace");
@@ -121,14 +127,11 @@ static void read_child(const char *how)
 		mem = open(path, O_RDWR);
 		if (mem < 0) lacks("/proc/PID/mem");
 	} else if (strcmp(how, "stopped") == 0) {
-		MUST(kill(child, SIGSTOP) == 0);
-		MUST(waitpid(child, &status, WUNTRACED) == child && WIFSTOPPED(status));
-		stopped = child;
+		other = stop_for_a_second(child);
 	}
 	for (size_t page = 0; page + RUN < area.pages; page += RUN * 4) read_run(how, child, mem, page);
 	if (strcmp(how, "peekdata") == 0) MUST(ptrace(PTRACE_DETACH, child, NULL, NULL) == 0);
-	if (strcmp(how, "stopped") == 0) MUST(kill(child, SIGCONT) == 0);
-	stopped = 0;
+	if (other) must_succeed(other);
 	write_run(child, area.pages - RUN);
 	if (refused && !expects_eviction()) die("%zu reads were refused, and nothing is evicted", refused);
 	tell(to_child[1]);

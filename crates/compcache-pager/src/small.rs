@@ -1,0 +1,118 @@
+//! The small queue: pages that have come back from the pool, first in, first out.
+//!
+//! A page that nobody has used for longer than it takes to replace everything resident is brought, used, and most often not
+//! used again for as long. If such pages took their turn under the hand, a scan of much memory would push out all the rest,
+//! and would find nothing of itself the next time round either. So they wait here, are the first to leave when there are
+//! more of them than a small part of the limit, and prove themselves in staging: what is touched there goes back with heat,
+//! and belongs to the hand from then on.
+//!
+//! An entry may be out of date (the page has left, moved, or become hot): whoever takes it asks the page table.
+//!
+//! # Source
+//! S3-FIFO (Yang et al., 2023): small queue, main queue (the hand), ghost queue (the refault distance).
+
+use crate::staging::GROUP;
+use core::ops::Range;
+
+/// Runs that can wait; the oldest is left to the hand when one more comes.
+const RUNS_MAX: usize = 1 << 14;
+/// The part of what may be resident that the queue holds before its pages leave first, and the pages it holds in any case:
+/// what was read ahead must stay until it is used.
+const SHARE: u64 = 10;
+const PAGES_MIN: u64 = 256;
+
+/// Neighbouring pages that came one after the other: bits 0-6 how many, above them the first one's number.
+#[derive(Clone, Copy)]
+struct Run(u64);
+
+impl Run {
+    fn new(pages: Range<u64>) -> Run {
+        Run(pages.start << 7 | (pages.end - pages.start))
+    }
+
+    fn pages(self) -> Range<u64> {
+        self.0 >> 7..(self.0 >> 7) + (self.0 & 0x7f)
+    }
+}
+
+/// Pages that came back lately, oldest first.
+pub struct SmallQueue {
+    runs: [Run; RUNS_MAX],
+    head: usize,
+    len: usize,
+    pages: u64,
+}
+
+impl SmallQueue {
+    /// Adds pages at the end, and so to the last run if they go on where it ends. At most a group.
+    pub fn push(&mut self, pages: Range<u64>) {
+        debug_assert!(pages.end - pages.start <= GROUP as u64);
+        self.pages += pages.end - pages.start;
+        if self.len > 0 {
+            let last = &mut self.runs[(self.head + self.len - 1) % RUNS_MAX];
+            let before = last.pages();
+            if before.end == pages.start && pages.end - before.start <= GROUP as u64 {
+                *last = Run::new(before.start..pages.end);
+                return;
+            }
+        }
+        if self.len == RUNS_MAX {
+            self.pop();
+        }
+        self.runs[(self.head + self.len) % RUNS_MAX] = Run::new(pages);
+        self.len += 1;
+    }
+
+    /// Takes the oldest run.
+    pub fn pop(&mut self) -> Option<Range<u64>> {
+        if self.len == 0 {
+            return None;
+        }
+        let pages = self.runs[self.head].pages();
+        self.head = (self.head + 1) % RUNS_MAX;
+        self.len -= 1;
+        self.pages -= pages.end - pages.start;
+        Some(pages)
+    }
+
+    /// Whether it holds more than its share of what may be resident.
+    pub fn is_full(&self, limit_pages: u64) -> bool {
+        self.pages > (limit_pages / SHARE).max(PAGES_MIN)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn queue() -> SmallQueue {
+        SmallQueue { runs: [Run(0); RUNS_MAX], head: 0, len: 0, pages: 0 }
+    }
+
+    #[test]
+    fn what_came_first_leaves_first_and_neighbours_leave_together() {
+        let mut queue = queue();
+        queue.push(10..14);
+        queue.push(14..18);
+        queue.push(30..31);
+        assert_eq!(queue.pop(), Some(10..18));
+        assert_eq!(queue.pop(), Some(30..31));
+        assert_eq!(queue.pop(), None);
+        assert!(!queue.is_full(0));
+    }
+
+    #[test]
+    fn a_run_is_no_longer_than_a_group() {
+        let mut queue = queue();
+        (0..10).for_each(|run| queue.push(run * 16..run * 16 + 16));
+        assert_eq!(queue.pop(), Some(0..GROUP as u64));
+    }
+
+    #[test]
+    fn the_oldest_is_forgotten_when_there_is_no_room() {
+        let mut queue = queue();
+        (0..=RUNS_MAX as u64).for_each(|run| queue.push(run * 2..run * 2 + 1));
+        assert_eq!(queue.pop(), Some(2..3));
+        assert!(queue.is_full(SHARE * (RUNS_MAX as u64 - 2)) && !queue.is_full(SHARE * RUNS_MAX as u64));
+    }
+}
