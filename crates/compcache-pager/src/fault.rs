@@ -472,16 +472,18 @@ impl Handler {
 
     /// Pages `first..first + pages` are in their places: the pool's copies are dropped.
     fn loaded(&mut self, pager: &Pager, state: &mut State, run: &Run, first: u64, pages: usize) {
-        for page in first..first + pages as u64 {
+        let pages = first..first + pages as u64;
+        for page in pages.clone() {
             let word = state.table.get(page);
             let _ = pager.pool.discard(PageIndex(page));
             let age = (state.eviction_clock >> 6).wrapping_sub(u64::from(word.payload())) & 0xff_ffff;
             // Back sooner than everything resident could have been evicted: it belongs to the working set.
-            let heat = if age << 6 < state.limit_pages && page == run.asked { 2 } else { 0 };
+            let returns = age << 6 < state.limit_pages;
+            let heat = if returns && page == run.asked { 2 } else { 0 };
             state.table.update(page, Word::new(Phase::Resident).with_heat(heat));
-        }
-        if pages > 0 {
-            state.small.push(first..first + pages as u64);
+            if !returns {
+                state.small.push(page..page + 1);
+            }
         }
     }
 

@@ -1,7 +1,8 @@
 //! The hand: goes round the registered ranges in order of address and finds pages that may leave.
 //!
 //! A page it meets that has heat loses one degree and stays; a cold one may go, in runs as long as they come. While the
-//! small queue ([`crate::small`]) holds more than its share, the hand rests, and that queue's pages go.
+//! small queue ([`crate::small`]) holds more than its share, that queue's pages go, and the hand has one group of eight: for each
+//! it takes, as many pages of the queue become its own. So what nobody uses any more leaves in the end, also under a scan.
 //!
 //! # Source
 //! A clock hand with counts is S3-FIFO's main queue (Yang et al., 2023).
@@ -18,6 +19,8 @@ use core::ops::Range;
 /// How much of the address range is looked at in one scan, bytes.
 const SCAN_BYTES: usize = 16 << 20;
 const RUNS_MAX: usize = 128;
+/// Of so many groups in a row that leave while the small queue is full, the last is the hand's.
+const SMALL_GROUPS: u32 = 32;
 const SHARED_MAX: usize = 64;
 /// Pages that are not cold, or not there, between two that move with one call.
 const GAP_PAGES: usize = 8;
@@ -35,6 +38,8 @@ pub struct Hand {
     rest: Range<usize>,
     is_small: bool,
     aside: Range<usize>,
+    groups: u32,
+    random: u64,
     /// The map's generation when `runs` was filled.
     generation: u64,
     at: usize,
@@ -58,6 +63,8 @@ impl Hand {
             rest: 0..0,
             is_small: false,
             aside: 0..0,
+            groups: 0,
+            random: 88_172_645_463_325_252,
             generation: 0,
             at: 0,
             most: GROUP,
@@ -75,7 +82,7 @@ impl Hand {
 
     /// Forgets what it has found.
     pub fn reset(&mut self) {
-        (self.run, self.run_count, self.rest, self.aside) = (0, 0, 0..0, 0..0);
+        (self.run, self.run_count, self.rest, self.aside, self.is_small) = (0, 0, 0..0, 0..0, false);
     }
 
     /// Goes back to a page of the run it is in.
@@ -104,8 +111,45 @@ impl Hand {
         &self.shared[..count]
     }
 
-    /// Sees to it that there is something in `rest`: what is left of a run, or the next run, of the small queue if that is
-    /// full, else of present pages. False when the hand has been everywhere.
+    /// A group is about to be filled: decides whose turn it is.
+    pub fn begin_group(&mut self, channel: &Channel, state: &mut State) {
+        // Where a group holds one span only, pages that lie apart are dear.
+        let full = matches!(channel.way, Way::Move { .. }) && state.small.is_full(state.limit_pages);
+        self.groups = self.groups.wrapping_add(1);
+        let small = full && !self.groups.is_multiple_of(SMALL_GROUPS);
+        if full && !small {
+            state.small.leave(GROUP);
+            self.jump(state);
+        }
+        if small != core::mem::replace(&mut self.is_small, small) {
+            let rest = if small { 0..0 } else { core::mem::take(&mut self.aside) };
+            let before = core::mem::replace(&mut self.rest, rest);
+            if small {
+                self.aside = before;
+            }
+        }
+    }
+
+    /// Goes on somewhere else. In step with a scan it would take what is needed next.
+    fn jump(&mut self, state: &State) {
+        let bytes: usize = state.regions.iter().map(|region| region.end - region.start).sum();
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        let mut left = self.random as usize % bytes.max(1) / PAGE * PAGE;
+        for region in state.regions.iter() {
+            let len = region.end - region.start;
+            if left < len {
+                self.at = region.start + left;
+                (self.run, self.run_count, self.aside) = (0, 0, 0..0);
+                return;
+            }
+            left -= len;
+        }
+    }
+
+    /// Sees to it that there is something in `rest`: what is left of a run, or the next one. False when the hand has been
+    /// everywhere.
     pub fn next_run(&mut self, channel: &Channel, state: &mut State, wrapped: &mut u32) -> bool {
         if self.generation != state.generation {
             self.generation = state.generation;
@@ -114,21 +158,23 @@ impl Hand {
         if !self.rest.is_empty() {
             return true;
         }
-        // Where a group holds one span only, pages that lie apart are dear.
-        let takes_small = matches!(channel.way, Way::Move { .. });
-        if takes_small && state.small.is_full(state.limit_pages) && self.take_small(state) {
-            return true;
-        }
-        if core::mem::take(&mut self.is_small) && !self.aside.is_empty() {
+        if self.is_small {
+            if state.small.is_full(state.limit_pages) && self.take_small(state) {
+                return true;
+            }
+            self.is_small = false;
             self.rest = core::mem::take(&mut self.aside);
-            return true;
+            if !self.rest.is_empty() {
+                return true;
+            }
         }
         while self.run == self.run_count {
             let Some(region) = state.regions.at_or_after(self.at) else {
                 *wrapped += 1;
                 // Each round takes one degree of heat off: after as many everything is cold that is there.
                 if *wrapped > HEAT_MAX + 1 || state.regions.len() == 0 {
-                    return takes_small && self.take_small(state);
+                    self.is_small = matches!(channel.way, Way::Move { .. }) && self.take_small(state);
+                    return self.is_small;
                 }
                 self.at = 0;
                 continue;
@@ -157,9 +203,6 @@ impl Hand {
             let run = run.start.max(region.start)..run.end.min(region.end);
             if run.is_empty() {
                 continue;
-            }
-            if !core::mem::replace(&mut self.is_small, true) {
-                self.aside = core::mem::take(&mut self.rest);
             }
             self.rest = run;
             return true;

@@ -85,6 +85,7 @@ impl Evictor {
             return Filled::EventPending;
         }
         let Some(group) = state.staging.pop_empty() else { return Filled::Nothing };
+        self.hand.begin_group(channel, state);
         let (mut filled, mut wrapped, mut outcome) = (0, 0, Filled::Nothing);
         // Shared pages are made the process's own, and moved the next time, before the hand goes on.
         while filled < GROUP && !self.hand.has_many_shared() && self.hand.next_run(channel, state, &mut wrapped) {

@@ -75,6 +75,16 @@ impl SmallQueue {
         Some(pages)
     }
 
+    /// Leaves the oldest runs to the hand, as many as make `pages` pages.
+    pub fn leave(&mut self, pages: usize) {
+        let mut left = 0;
+        while left < pages as u64
+            && let Some(run) = self.pop()
+        {
+            left += run.end - run.start;
+        }
+    }
+
     /// Whether it holds more than its share of what may be resident.
     pub fn is_full(&self, limit_pages: u64) -> bool {
         self.pages > (limit_pages / SHARE).max(PAGES_MIN)
