@@ -4,11 +4,14 @@
 //! thread come in their order, but not those of several: one thread may have unmapped a range and not yet have told,
 //! when another has moved something to the same addresses and has. As long as anybody has something to tell, the kernel
 //! refuses every copy and move ([`Channel::is_quiet`]). So moves, and what comes after one, are kept until nothing is
-//! missing. Then the map itself shows the order: what frees a range that something was moved to came before the move if
-//! the range is registered now, and after it if not ([`settle`]). Who told first plays no part.
+//! missing, and are then applied in the order in which they can have happened ([`first_of`]): what fills a place comes after
+//! what emptied it, and what empties it after what filled it.
+//!
+//! An mremap tells two events: that the range has moved, and then that its old place is unmapped. They are one here.
 
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State};
+use crate::regions::Ranges;
 use crate::table::{Phase, Word};
 use crate::uffd::Message;
 use compcache_store::PageIndex;
@@ -62,6 +65,10 @@ impl<const N: usize> EventLog<N> {
         true
     }
 
+    fn get(&self, place: usize) -> Message {
+        self.entries[place].event()
+    }
+
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -87,8 +94,8 @@ pub fn take(pager: &Pager, channel: &Channel, state: &mut State, event: Message)
     if in_order {
         take_in_order(pager, channel, state, event);
     } else if !state.pending.push(event) {
-        settle(pager, channel, state);
-        take_in_order(pager, channel, state, event);
+        settle_as_told(pager, channel, state);
+        let _ = state.pending.push(event);
     }
 }
 
@@ -99,72 +106,153 @@ fn take_in_order(pager: &Pager, channel: &Channel, state: &mut State, event: Mes
     }
 }
 
-/// Applies all events that were kept, in the order in which they happened. Nothing else is on its way.
-pub fn settle(pager: &Pager, channel: &Channel, state: &mut State) {
-    while let Some(event) = state.pending.remove(0) {
-        if let Some(place) = came_before(channel, state, event)
-            && let Some(earlier) = state.pending.remove(place)
-        {
-            take_in_order(pager, channel, state, earlier);
-        }
-        take_in_order(pager, channel, state, event);
-        if let Message::Remap { to, len, .. } = event {
-            // Of a program with one thread the order is never in doubt.
-            state.doubt |= pager.has_many_threads();
-            forget_freed(pager, channel, state, to..to + len);
-        }
+/// Applies all events that were kept, in the order in which they happened. False, with some still kept, when the map changes
+/// meanwhile: then there is more to read.
+pub fn settle(pager: &Pager, channel: &Channel, state: &mut State) -> bool {
+    while !state.pending.is_empty() {
+        let State { pending, regions, .. } = &*state;
+        let Some(place) = first_of(pending, regions, |address| channel.registration(address)) else { return false };
+        settle_one(pager, channel, state, place);
+    }
+    true
+}
+
+/// Applies all events that were kept as they were told.
+pub fn settle_as_told(pager: &Pager, channel: &Channel, state: &mut State) {
+    while !state.pending.is_empty() {
+        settle_one(pager, channel, state, 0);
     }
 }
 
-/// The place of a kept event that happened before `event`, though it was told later.
-fn came_before(channel: &Channel, state: &State, event: Message) -> Option<usize> {
-    let later = || state.pending.iter().enumerate();
-    let frees_place = |place: usize, range: &Range<usize>| {
-        later().skip(place).any(|(_, other)| freed(other).is_some_and(|freed| common(&freed, range).is_some()))
-    };
-    let freeing = target(event).and_then(|target| {
-        let freed = |other| freed(other).and_then(|freed| common(&freed, &target));
-        later().find_map(|(place, other)| Some((place, freed(other)?)))
-    });
-    if let Some((place, range)) = freeing
-        && channel.is_registered(range.start)
-    {
-        return Some(place);
+fn settle_one(pager: &Pager, channel: &Channel, state: &mut State, place: usize) {
+    let Some(event) = state.pending.remove(place) else { return };
+    let Message::Remap { from, to, len } = event else { return take_in_order(pager, channel, state, event) };
+    let own = state.pending.iter().position(|other| unmaps_at(other, from));
+    if let Some(own) = own {
+        let _ = state.pending.remove(own);
     }
-    let freed = freed(event)?;
-    let filled = |other| target(other).and_then(|target| common(&freed, &target));
-    let (place, range) = later().find_map(|(place, other)| Some((place, filled(other)?)))?;
-    (channel.is_unregistered(range.start) && !frees_place(place + 1, &range)).then_some(place)
+    take_in_order(pager, channel, state, event);
+    state.doubt = true;
+    if pager.has_many_threads() {
+        forget_freed(pager, channel, state, to..to + len);
+    }
+}
+
+/// Which of the kept events happened first; `None` when the kernel cannot say just now what is `registered`.
+fn first_of<const N: usize, const M: usize>(
+    kept: &EventLog<N>,
+    regions: &Ranges<M>,
+    registered: impl Fn(usize) -> Option<bool>,
+) -> Option<usize> {
+    let mut place = 0;
+    for _ in 0..kept.len {
+        match came_before(kept, regions, &registered, place)? {
+            Some(earlier) => place = earlier,
+            None => return Some(place),
+        }
+    }
+    Some(0)
+}
+
+/// A kept event that happened before the one at `place`, whenever it was told; `None` when the kernel cannot say.
+///
+/// What is believed of the map decides if it can. It may lag behind (a range that grew, or was left registered by
+/// MREMAP_DONTUNMAP, is not known yet); then what is registered in the end does.
+fn came_before<const N: usize, const M: usize>(
+    kept: &EventLog<N>,
+    regions: &Ranges<M>,
+    registered: &impl Fn(usize) -> Option<bool>,
+    place: usize,
+) -> Option<Option<usize>> {
+    let others = |range: Range<usize>, part: fn(&EventLog<N>, usize) -> Option<Range<usize>>| {
+        let part_of = move |other| Some((other, common(&part(kept, other)?, &range)?));
+        (0..kept.len).filter(move |&other| other != place).filter_map(part_of)
+    };
+    match kept.get(place) {
+        Message::Remap { from, to, len } => {
+            let target = to..to + len;
+            let mut freeing = others(target.clone(), freed);
+            if regions.overlaps(&target) {
+                let is_move = |other| matches!(kept.get(other), Message::Remap { .. });
+                let moved_away = others(target, freed).find(|&(other, _)| is_move(other));
+                if let Some((earlier, _)) = moved_away.or_else(|| freeing.next()) {
+                    return Some(Some(earlier));
+                }
+            } else if let Some((earlier, place)) = freeing.find(|&(other, _)| other > place)
+                && others(place.clone(), filled).next().is_none()
+                && registered(place.start)?
+            {
+                return Some(Some(earlier));
+            }
+            let source = from..from + len;
+            let has_come = regions.overlaps(&source);
+            Some(others(source, filled).next().filter(|_| !has_come).map(|(earlier, _)| earlier))
+        }
+        Message::Unmap { start, end } if freed(kept, place).is_some() && !regions.overlaps(&(start..end)) => {
+            let Some((earlier, filled)) = others(start..end, filled).find(|&(other, _)| other > place) else {
+                return Some(None);
+            };
+            let is_freed_again = others(filled.clone(), freed).any(|(other, _)| other > earlier);
+            Some((!is_freed_again && !registered(filled.start)?).then_some(earlier))
+        }
+        _ => Some(None),
+    }
 }
 
 /// What was moved to a place that is registered no more has been unmapped since, by an event that was told before.
 fn forget_freed(pager: &Pager, channel: &Channel, state: &mut State, target: Range<usize>) {
-    if !channel.is_unregistered(target.start) {
+    let is_gone = |state: &State, at| {
+        let page = at..at + PAGE;
+        let is_freed_later = (0..state.pending.len)
+            .any(|other| freed(&state.pending, other).is_some_and(|freed| common(&freed, &page).is_some()));
+        !is_freed_later && channel.registration(at) == Some(false)
+    };
+    if !is_gone(state, target.start) && !is_gone(state, target.end - PAGE) {
         return;
     }
-    let is_freed_later = |state: &State, at| {
-        let page = at..at + PAGE;
-        state.pending.iter().any(|other| freed(other).is_some_and(|freed| common(&freed, &page).is_some()))
-    };
-    for at in target.step_by(PAGE) {
-        if !is_freed_later(state, at) && channel.is_unregistered(at) {
-            take_in_order(pager, channel, state, Message::Unmap { start: at, end: at + PAGE });
+    let mut at = target.start;
+    while at < target.end {
+        let start = at;
+        while at < target.end && is_gone(state, at) {
+            at += PAGE;
         }
+        if start < at {
+            take_in_order(pager, channel, state, Message::Unmap { start, end: at });
+        }
+        at += PAGE;
     }
 }
 
-/// Where an event leaves nothing.
-fn freed(event: Message) -> Option<Range<usize>> {
-    match event {
-        Message::Unmap { start, end } => Some(start..end),
-        Message::Remap { from, len, .. } => Some(from..from + len),
-        Message::Remove { .. } | Message::Fault { .. } | Message::Fork { .. } => None,
+/// Whether an event says that what begins at `start` is unmapped.
+fn unmaps_at(event: Message, start: usize) -> bool {
+    matches!(event, Message::Unmap { start: unmapped, .. } if unmapped == start)
+}
+
+/// What the event at `place` leaves empty. An mremap that leaves its old place mapped empties nothing, and the second event of
+/// one that does not is no event by itself.
+fn freed<const N: usize>(kept: &EventLog<N>, place: usize) -> Option<Range<usize>> {
+    match kept.get(place) {
+        Message::Unmap { start, end } => {
+            let mut untold = 0;
+            for earlier in kept.iter().take(place) {
+                match earlier {
+                    Message::Remap { from, .. } if from == start => untold += 1,
+                    Message::Unmap { start: told, .. } if told == start && untold > 0 => untold -= 1,
+                    _ => {}
+                }
+            }
+            (untold == 0).then_some(start..end)
+        }
+        Message::Remap { from, len, .. } => {
+            kept.iter().skip(place).any(|later| unmaps_at(later, from)).then_some(from..from + len)
+        }
+        _ => None,
     }
 }
 
-/// Where an event brings something.
-fn target(event: Message) -> Option<Range<usize>> {
-    match event {
+/// Where the event at `place` brings something.
+fn filled<const N: usize>(kept: &EventLog<N>, place: usize) -> Option<Range<usize>> {
+    match kept.get(place) {
         Message::Remap { to, len, .. } => Some(to..to + len),
         _ => None,
     }
@@ -199,7 +287,11 @@ pub fn forget_range(pager: &Pager, state: &mut State, range: Range<usize>) {
 
 /// A range has another address now, with its registration. Where nothing was unmapped (MREMAP_DONTUNMAP) the place is
 /// registered anew when it is next found in the map.
+///
+/// On some kernels the event of an mremap that shortens tells the old length: what was cut off has been unmapped before, and is
+/// known no more.
 pub fn move_range(pager: &Pager, state: &mut State, from: usize, to: usize, len: usize) {
+    let len = state.regions.containing(from).map_or(len, |known| len.min(known.end - from));
     forget_contents(pager, state, to..to + len);
     move_words(pager, state, from, to, len);
     state.keep_at(from..from + len, to);
@@ -267,4 +359,105 @@ pub fn for_each_known(state: &mut State, range: Range<u64>, mut each: impl FnMut
 
 fn pages(range: &Range<usize>) -> Range<u64> {
     (range.start / PAGE) as u64..range.end.div_ceil(PAGE) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::vec::Vec;
+
+    const A: usize = 0x10_0000;
+    const B: usize = 0x20_0000;
+    const C: usize = 0x30_0000;
+    const D: usize = 0x40_0000;
+    const LEN: usize = 0x1_0000;
+
+    fn unmap(start: usize) -> Message {
+        Message::Unmap { start, end: start + LEN }
+    }
+
+    fn remap(from: usize, to: usize) -> [Message; 2] {
+        [Message::Remap { from, to, len: LEN }, unmap(from)]
+    }
+
+    /// What each place holds after all that was `told`, named by where it was in the beginning.
+    fn outcome(mapped: &[usize], told: &[&[Message]], registered: &[usize]) -> Vec<(usize, usize)> {
+        let entry = Entry { kind: REMOVE, from: 0, to: 0, len: 0 };
+        let mut kept = EventLog::<16> { entries: [entry; 16], len: 0 };
+        assert!(told.iter().flat_map(|events| events.iter()).all(|&event| kept.push(event)));
+        let mut regions = Ranges::<16>::empty();
+        mapped.iter().for_each(|&start| assert!(regions.add(start..start + LEN)));
+        let mut holds: Vec<(usize, usize)> = mapped.iter().map(|&start| (start, start)).collect();
+        while !kept.is_empty() {
+            let place = first_of(&kept, &regions, |address| Some(registered.contains(&address))).unwrap();
+            match kept.remove(place).unwrap() {
+                Message::Remap { from, to, .. } => {
+                    let own = kept.iter().position(|other| unmaps_at(other, from));
+                    own.map(|own| kept.remove(own));
+                    holds.retain(|&(place, _)| place != to);
+                    holds.iter_mut().filter(|(place, _)| *place == from).for_each(|held| held.0 = to);
+                    regions.remove(from..from + LEN);
+                    regions.add(to..to + LEN);
+                }
+                Message::Unmap { start, end } => {
+                    holds.retain(|&(place, _)| place != start);
+                    regions.remove(start..end);
+                }
+                _ => {}
+            }
+        }
+        holds.sort_unstable();
+        holds
+    }
+
+    #[test]
+    fn the_events_of_one_thread_stay_in_their_order() {
+        let there_and_back = [&remap(A, B)[..], &remap(B, A), &remap(A, B)];
+        assert_eq!(outcome(&[A], &there_and_back, &[B]), [(B, A)]);
+        let into_holes = [&remap(A, B)[..], &remap(B, C), &remap(D, B)];
+        assert_eq!(outcome(&[A, D], &into_holes, &[C, B]), [(B, D), (C, A)]);
+        let over_another = [&remap(C, D)[..], &[unmap(B)], &remap(A, B)];
+        assert_eq!(outcome(&[A, B, C], &over_another, &[B, D]), [(B, A), (D, C)]);
+    }
+
+    #[test]
+    fn a_place_that_stays_mapped_when_it_moves_does_not_come_first() {
+        let stays = Message::Remap { from: B, to: C, len: LEN };
+        assert_eq!(outcome(&[A], &[&remap(A, B), &[stays]], &[B, C]), [(C, A)]);
+    }
+
+    #[test]
+    fn who_moved_into_a_hole_came_after_who_made_it() {
+        // One thread moved A away, another moved B there, and told first.
+        assert_eq!(outcome(&[A, B], &[&remap(B, A), &remap(A, C)], &[A, C]), [(A, B), (C, A)]);
+        // And has unmapped it since.
+        assert_eq!(outcome(&[A, B], &[&remap(B, A), &[unmap(A)], &remap(A, C)], &[C]), [(C, A)]);
+        // The hole was an unmapping.
+        assert_eq!(outcome(&[A, B], &[&remap(B, A), &[unmap(A)]], &[A]), [(A, B)]);
+    }
+
+    #[test]
+    fn three_threads_that_told_in_the_opposite_order_are_put_right() {
+        let told = [&remap(B, C)[..], &remap(A, B), &remap(D, A)];
+        assert_eq!(outcome(&[A, B, D], &told, &[A, B, C]), [(A, D), (B, A), (C, B)]);
+        let told = [&remap(D, A)[..], &remap(A, B), &remap(B, C)];
+        assert_eq!(outcome(&[A, B, D], &told, &[A, B, C]), [(A, D), (B, A), (C, B)]);
+    }
+
+    #[test]
+    fn an_unmapping_told_before_what_it_unmapped_had_come_waits_for_it() {
+        assert_eq!(outcome(&[A, C], &[&remap(C, D), &[unmap(B)], &remap(A, B)], &[D]), [(D, C)]);
+    }
+
+    #[test]
+    fn nothing_is_decided_while_the_map_changes() {
+        let entry = Entry { kind: REMOVE, from: 0, to: 0, len: 0 };
+        let mut kept = EventLog::<4> { entries: [entry; 4], len: 0 };
+        assert!([remap(A, B)[0], unmap(B)].into_iter().all(|event| kept.push(event)));
+        let mut regions = Ranges::<4>::empty();
+        regions.add(A..A + LEN);
+        assert_eq!(first_of(&kept, &regions, |_| None), None);
+        assert_eq!(first_of(&kept, &regions, |_| Some(true)), Some(1));
+        assert_eq!(first_of(&kept, &regions, |_| Some(false)), Some(0));
+    }
 }

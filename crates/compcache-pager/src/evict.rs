@@ -34,7 +34,7 @@ use rustix::fd::{AsFd, OwnedFd};
 const FIRST_NAP_NS: u64 = 3_000_000;
 const NAP_MIN_NS: u64 = 1_000_000;
 const NAP_IDLE_NS: u64 = 20_000_000;
-/// A process that has done nothing for so long is taken for idle.
+/// A process that has used less than an eighth of a processor for so long is taken for idle.
 const IDLE_AFTER_NS: u64 = 1_000_000_000;
 const NAP_MAX_NS: u64 = 100_000_000;
 /// How fast a process can grow without faults of ours: what a processor can touch in a second.
@@ -192,9 +192,9 @@ impl Evictor {
     /// Measures the process, publishes it, and derives its limit from what the tree holds.
     fn look(&mut self, pager: &Pager) -> Option<Look> {
         let anonymous = process::anonymous_pages(self.files.as_ref()?.statm.as_fd())?;
-        let cpu_ns = process::cpu_time_ns();
+        let cpu_ns = process::cpu_time_of_others_ns();
         let now_ns = clock_ns();
-        if (cpu_ns - self.cpu_ns) * 8 > now_ns - self.looked_at_ns {
+        if cpu_ns.saturating_sub(self.cpu_ns) * 8 > now_ns - self.looked_at_ns {
             self.busy_at_ns = now_ns;
         }
         (self.cpu_ns, self.looked_at_ns) = (cpu_ns, now_ns);

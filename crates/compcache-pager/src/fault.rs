@@ -210,6 +210,8 @@ impl Handler {
 
     fn apply(&mut self, pager: &Pager, channel: &Channel, state: &mut State, event: Message) {
         if let Message::Fork { child } = event {
+            // The copy has what was moved before where it is now.
+            crate::events::settle_as_told(pager, channel, state);
             fork::on_event(pager, state, &mut self.worker, &mut self.pages[0], uffd::Uffd::from_event(child));
             return;
         }
@@ -253,8 +255,9 @@ impl Handler {
     ) -> Guard<'a, Box<State>> {
         loop {
             let read = self.pump(pager, channel, &mut state);
-            if (state.pending.is_empty() && !expected) || channel.is_quiet() {
-                crate::events::settle(pager, channel, &mut state);
+            if (state.pending.is_empty() && !expected)
+                || channel.is_quiet() && crate::events::settle(pager, channel, &mut state)
+            {
                 return state;
             }
             if read == 0 {

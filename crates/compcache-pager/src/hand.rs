@@ -1,7 +1,7 @@
 //! The hand: goes round the registered ranges in order of address and finds pages that may leave.
 //!
 //! A page it meets that has heat loses one degree and stays; a cold one may go, in runs as long as they come. While the
-//! small queue ([`crate::small`]) holds more than its share, that queue's pages go, and the hand has one group of eight: for each
+//! small queue ([`crate::small`]) holds more than its share, that queue's pages go, and the hand has one group of 32: for each
 //! it takes, as many pages of the queue become its own. So what nobody uses any more leaves in the end, also under a scan.
 //!
 //! # Source
@@ -217,7 +217,11 @@ impl Hand {
         let mut at = self.rest.start;
         let mut cold = None;
         while at < self.rest.end {
-            let is_cold = if self.is_small { may_leave(pager, state, at) } else { is_cold(pager, state, at) };
+            let is_cold = if self.is_small {
+                is_still_there(state, at) && may_leave(pager, state, at)
+            } else {
+                is_cold(pager, state, at)
+            };
             at += PAGE;
             match (&mut cold, is_cold) {
                 (None, true) => cold = Some(at - PAGE..at),
@@ -295,6 +299,11 @@ fn is_cold(pager: &Pager, state: &mut State, address: usize) -> bool {
         state.table.update(page, word.with_heat(word.heat() - 1));
     }
     may_leave
+}
+
+/// Whether a page of the small queue can be there: a run may be out of date, while what the hand finds was seen there.
+fn is_still_there(state: &State, address: usize) -> bool {
+    state.table.get(process::page_of(address)).phase() == Phase::Resident
 }
 
 /// Whether a page may go now.

@@ -127,7 +127,7 @@ impl Evictor {
         }
         let pages = (cold.end - cold.start) / PAGE;
         // UFFDIO_MOVE asks for its target alone whether it is registered. A change of the map from here on makes it refuse.
-        if state.doubt && !channel.is_registered(cold.start) {
+        if state.doubt && pager.has_many_threads() && !channel.is_registered(cold.start) {
             self.hand.go_back(cold.start);
             return forget_unregistered(pager, channel, state, cold).then_some(0);
         }

@@ -97,7 +97,7 @@ pub struct State {
     pub(crate) now_s: u32,
     /// Events whose order is not known yet: while there are any, nobody decides anything.
     pub(crate) pending: EventLog<PENDING_EVENTS>,
-    /// Several threads move memory: what is registered is asked before anything leaves.
+    /// The program moves memory: if it has several threads, what is registered is asked before anything leaves.
     pub(crate) doubt: bool,
     /// Things being done outside the lock that a copy of the process must not catch half-way: groups being compressed or
     /// given back, faults being answered from the pool.
@@ -180,9 +180,13 @@ impl Channel {
         }
     }
 
-    /// Whether a page certainly lies in no registered range.
-    pub(crate) fn is_unregistered(&self, address: usize) -> bool {
-        self.refusal_of(address) == Some(Errno::ENOENT)
+    /// Whether a page lies in a registered range; `None` when the map is changing, or the kernel says something else.
+    pub(crate) fn registration(&self, address: usize) -> Option<bool> {
+        match self.refusal_of(address) {
+            Some(Errno::EFAULT | Errno::EEXIST) => Some(true),
+            Some(Errno::ENOENT) => Some(false),
+            _ => None,
+        }
     }
 
     fn refusal_of(&self, address: usize) -> Option<Errno> {
@@ -242,6 +246,8 @@ pub struct Pager {
     pub(crate) progress: AtomicU32,
     pub(crate) never: Box<Ranges<EXCLUDED_MAX>>,
     pub(crate) threads: Box<[AtomicUsize; THREADS_MAX]>,
+    /// More threads were seen than can be told by control blocks.
+    many_threads: AtomicBool,
     pub(crate) slot: AtomicUsize,
     pub(crate) fork_turn: ForkTurn,
     pub(crate) keep_request: KeepRequest,
@@ -315,6 +321,7 @@ impl Pager {
             progress: AtomicU32::new(0),
             never,
             threads,
+            many_threads: AtomicBool::new(false),
             slot: AtomicUsize::new(0),
             fork_turn: ForkTurn::new(),
             keep_request: KeepRequest::new(),
@@ -507,7 +514,9 @@ impl Pager {
     /// `pthread_create` (jemalloc does) passes it by. The kernel knows every thread's list of robust futexes, and libc
     /// keeps that in the control block.
     pub fn note_threads(&self) {
+        let mut threads = 0;
         process::for_each_thread(|thread| {
+            threads += 1;
             let ours = self.robust as usize;
             let head =
                 sys::robust_list_of(thread).filter(|head| !(ours..ours + size_of::<RobustList>()).contains(head));
@@ -515,11 +524,15 @@ impl Pager {
                 self.add_control_block(head);
             }
         });
+        // Two of them are the pager's.
+        if threads > 3 {
+            self.many_threads.store(true, Relaxed);
+        }
     }
 
     /// Whether the program has had more than one thread.
     pub fn has_many_threads(&self) -> bool {
-        self.threads[1].load(Relaxed) != 0
+        self.threads[1].load(Relaxed) != 0 || self.many_threads.load(Relaxed)
     }
 
     /// Whether an address lies near a thread's control block.
@@ -552,7 +565,7 @@ impl Pager {
 }
 
 /// Stacks, contexts, buffers: what a pager holds whatever the program does, measured once by hand (docs/design/pager.md).
-const FIXED_BYTES: u64 = 512 << 10;
+const FIXED_BYTES: u64 = 640 << 10;
 
 impl State {
     fn new() -> Result<Box<State>, Errno> {

@@ -81,10 +81,14 @@ fn thread_path(thread: u32, buffer: &mut [u8; 64]) -> Option<&core::ffi::CStr> {
     core::ffi::CStr::from_bytes_until_nul(&buffer[..]).ok()
 }
 
-/// Processor time the process has used, nanoseconds.
-pub fn cpu_time_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+/// CPU time of all threads of this process but the calling one, nanoseconds.
+pub fn cpu_time_of_others_ns() -> u64 {
+    use rustix::time::{ClockId, clock_gettime};
+    let ns = |clock| {
+        let now = clock_gettime(clock);
+        now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+    };
+    ns(ClockId::ProcessCPUTime).saturating_sub(ns(ClockId::ThreadCPUTime))
 }
 
 /// Ends the process: going on would mean wrong bytes or a hang. `compcache run` says why.

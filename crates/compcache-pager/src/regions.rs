@@ -13,6 +13,12 @@ pub struct Ranges<const N: usize> {
 }
 
 impl<const N: usize> Ranges<N> {
+    /// No ranges.
+    #[cfg(test)]
+    pub fn empty() -> Self {
+        Ranges { list: [(0, 0); N], len: 0 }
+    }
+
     /// Removes all.
     pub fn clear(&mut self) {
         self.len = 0;
@@ -146,7 +152,7 @@ mod tests {
     use super::*;
 
     fn ranges() -> std::boxed::Box<Ranges<64>> {
-        std::boxed::Box::new(Ranges { list: [(0, 0); 64], len: 0 })
+        std::boxed::Box::new(Ranges::empty())
     }
 
     /// The same sets as bits, and every operation on both.

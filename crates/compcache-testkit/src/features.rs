@@ -45,6 +45,8 @@ pub enum Feature {
     Root,
     /// At least this many CPUs.
     Cpus(usize),
+    /// A kernel before 6.8, to be started in a virtual machine.
+    OldKernel,
     /// A program on the path.
     Program(&'static str),
 }
@@ -66,6 +68,7 @@ impl Feature {
             Feature::IoUring => io_uring(),
             Feature::Root => root(),
             Feature::Cpus(wanted) => cpus(wanted),
+            Feature::OldKernel => crate::vm::old_kernel().map(drop),
             Feature::Program(name) => match find_program(name) {
                 Some(_) => Ok(()),
                 None => Err(format!("the program {name} is not on the path")),

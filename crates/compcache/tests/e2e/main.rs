@@ -4,6 +4,7 @@
 //! |--------------------|------------------------------------------------------------------------------------------|
 //! | `traps.rs`         | what is known to go wrong in a pager does not (`tests/programs/*.c`, each checks itself) |
 //! | `memory_tester.rs` | memory is an array of bytes, through random operations, forks and threads                |
+//! | `old_kernel.rs`    | it holds on a kernel without UFFDIO_MOVE, in an emulated machine                         |
 //! | `real_programs.rs` | programs of many runtimes print the same with a quarter of their memory                  |
 //! | `accounting.rs`    | the limits hold, for one process and for a tree, and what is dead gives its share back    |
 //! | `cli.rs`           | statuses and signals go through, output is the program's alone, failures say the remedy  |
@@ -18,10 +19,12 @@
 //! | `COMPCACHE_WAYS`   | `move`, `remap`, `bare`, or several with commas: only these          |
 //! | `COMPCACHE_SEED`   | the seed of the memory tester                                       |
 //! | `COMPCACHE_LONG`   | seconds that the memory tester runs (4)                             |
+//! | `COMPCACHE_OLD_KERNEL` | the image of a kernel before 6.8, to be emulated (`.ci/old-kernel` fetches one) |
 
 mod accounting;
 mod cli;
 mod memory_tester;
+mod old_kernel;
 mod real_programs;
 mod support;
 mod traps;

@@ -6,8 +6,10 @@
  *   fixed         new mappings laid over evicted ones with MAP_FIXED
  *   many_regions  thousands of small regions that differ in protection
  *   dontunmap     the program itself uses MREMAP_DONTUNMAP, as garbage collectors do
+ *   to_and_fro    one thread moves two evicted areas to and fro, into each other's holes, without a look at them
  */
 #include "trap.h"
+#include <sched.h>
 
 enum { THREADS = 3, SLOT_PAGES = 512 };
 static double until;
@@ -186,6 +188,35 @@ static void dontunmap(void)
 	}
 }
 
+static void to_and_fro(void)
+{
+	cpu_set_t one;
+	CPU_ZERO(&one);
+	CPU_SET(sched_getcpu(), &one);
+	enum { PAGES = 256, LEN = PAGES * PAGE };
+	struct area first = area_new(LEN, 40, 1), second = area_new(LEN, 41, 1);
+	/* Nothing is mapped from here on that could take the hole. */
+	filler_walk();
+	unsigned char *hole = map_at(NULL, PAGES);
+	MUST(munmap(hole, LEN) == 0);
+	for (int round = 0; round < 40; round++) {
+		area_push_out(&first);
+		area_push_out(&second);
+		/* The pager's threads wait for the same processor: several events are read at once. */
+		if (round % 2) sched_setaffinity(0, sizeof(one), &one);
+		for (int turn = 0; turn < 2 + round % 3; turn++) {
+			int flags = MREMAP_MAYMOVE | MREMAP_FIXED;
+			MUST(remap(first.at, LEN, LEN, flags, hole) == hole);
+			MUST(remap(second.at, LEN, LEN, flags, first.at) == first.at);
+			MUST(remap(hole, LEN, LEN, flags, second.at) == second.at);
+			unsigned char *at = first.at;
+			first.at = second.at, second.at = at;
+		}
+		area_check(&first, 1);
+		area_check(&second, 1);
+	}
+}
+
 static void with_threads(void *(*work)(void *))
 {
 	pthread_t threads[THREADS], walker;
@@ -206,7 +237,8 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "fixed")) with_threads(overlays);
 	else if (mode_is(argc, argv, "many_regions")) many_regions();
 	else if (mode_is(argc, argv, "dontunmap")) dontunmap();
-	else die("munmap | mremap | fixed | many_regions | dontunmap");
+	else if (mode_is(argc, argv, "to_and_fro")) to_and_fro();
+	else die("munmap | mremap | fixed | many_regions | dontunmap | to_and_fro");
 	area_check(&kept, 1);
 	return passed();
 }

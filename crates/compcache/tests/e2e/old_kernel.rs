@@ -1,0 +1,57 @@
+//! On a kernel that has no UFFDIO_MOVE ([S39]), a distribution's own, in an emulated machine (`vm` of the test kit).
+//!
+//! The other tests force the other way of eviction on the kernel that is here. This shows that it is chosen, and right, where
+//! there is no choice.
+
+use std::time::Duration;
+
+use compcache_testkit::features::{Feature, requires};
+use compcache_testkit::vm::{Vm, old_kernel};
+
+use crate::support::{alone, compcache, memory_tester, preload, trap_program};
+
+/// A name, and what is run under compcache.
+const JOBS: [(&str, &str); 4] = [
+    ("one-thread", "/memory-tester --seconds 4 --mb 64 --threads 1 --seed 1"),
+    ("three-threads", "/memory-tester --seconds 4 --mb 64 --threads 3 --seed 2"),
+    ("fork", "/forks both_sides"),
+    ("robust", "/futexes robust"),
+];
+
+#[test]
+fn programs_are_paged_rightly_where_pages_cannot_be_moved() {
+    if !requires(&[Feature::OldKernel, Feature::Program("qemu-system-x86_64"), Feature::Program("busybox")]) {
+        return;
+    }
+    let _alone = alone();
+    let mut vm = old_kernel().map_err(std::io::Error::other).and_then(|kernel| Vm::new(&kernel)).expect("a machine");
+    let programs = [
+        (compcache(), "/compcache"),
+        (preload().to_owned(), "/libcompcache_preload.so"),
+        (memory_tester().to_owned(), "/memory-tester"),
+        (trap_program("forks"), "/forks"),
+        (trap_program("futexes"), "/futexes"),
+    ];
+    for (host, guest) in &programs {
+        vm.program(host, guest).expect("a program that can be read");
+    }
+    let mut script = "export COMPCACHE_PRELOAD=/libcompcache_preload.so TRAP_EXPECT_EVICTION=1\n\
+                      /compcache doctor | grep 'UFFDIO_MOVE\\|compcache run'\n"
+        .to_owned();
+    for (name, job) in JOBS {
+        script += &format!("/compcache run --resident 16M -- {job} 2>&1; echo \"status of {name}: $?\"\n");
+    }
+    let printed = vm.run(&script, Duration::from_secs(900)).unwrap_or_else(|error| panic!("{error}"));
+    eprintln!("{printed}");
+    let line = |start: &str| printed.lines().find(|line| line.trim_start().starts_with(start)).unwrap_or_default();
+    assert!(line("- UFFDIO_MOVE").ends_with("no"), "this kernel needs no other way:\n{printed}");
+    assert!(line("compcache run").contains("works"), "{printed}");
+    for (name, _) in JOBS {
+        assert!(line(&format!("status of {name}:")).ends_with(": 0"), "{name}:\n{printed}");
+    }
+    let evictions = printed.lines().filter_map(|line| line.trim_start().strip_prefix("evicted pages"));
+    assert_eq!(
+        evictions.filter(|pages| pages.contains(|digit: char| ('1'..='9').contains(&digit))).count(),
+        JOBS.len()
+    );
+}
