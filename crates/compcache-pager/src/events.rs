@@ -79,6 +79,40 @@ impl<const N: usize> EventLog<N> {
         self.entries[..self.len].iter().map(|entry| entry.event())
     }
 
+    /// Takes one out, and with an mremap the second event of it, which tells how much of its old place was unmapped: on some
+    /// kernels the first tells the length before it was shortened.
+    pub fn take(&mut self, place: usize) -> Option<Message> {
+        if place >= self.len {
+            return None;
+        }
+        let event = self.event(place);
+        if let Message::Remap { from, len, .. } = self.get(place)
+            && let Some(own) = (place + 1..self.len).find(|&later| is_own(self.get(later), from, len))
+        {
+            let _ = self.remove(own);
+        }
+        self.remove(place)?;
+        Some(event)
+    }
+
+    /// Whether the event at a place is an mremap that leaves its old place unmapped.
+    fn is_move(&self, place: usize) -> bool {
+        let Message::Remap { from, len, .. } = self.get(place) else { return false };
+        (place + 1..self.len).any(|later| is_own(self.get(later), from, len))
+    }
+
+    /// The event at a place, with the length that moved.
+    fn event(&self, place: usize) -> Message {
+        match self.get(place) {
+            Message::Remap { from, to, len } => {
+                let own = (place + 1..self.len).map(|later| self.get(later)).find(|&later| is_own(later, from, len));
+                let len = own.and_then(freed_alone).map_or(len, |own| own.end - own.start);
+                Message::Remap { from, to, len }
+            }
+            event => event,
+        }
+    }
+
     /// Takes one out; those after it move up.
     pub fn remove(&mut self, place: usize) -> Option<Message> {
         let event = self.entries[..self.len].get(place)?.event();
@@ -90,7 +124,9 @@ impl<const N: usize> EventLog<N> {
 
 /// Takes in an event that was just read: it is applied, or kept until its order is known.
 pub fn take(pager: &Pager, channel: &Channel, state: &mut State, event: Message) {
-    let in_order = state.pending.is_empty() && !matches!(event, Message::Remap { .. });
+    // Another thread may have moved a part of what is unmapped, and not yet have told.
+    let nobody_else = !pager.has_many_threads() || matches!(event, Message::Remove { .. }) || channel.is_quiet();
+    let in_order = state.pending.is_empty() && !matches!(event, Message::Remap { .. }) && nobody_else;
     if in_order {
         take_in_order(pager, channel, state, event);
     } else if !state.pending.push(event) {
@@ -109,6 +145,10 @@ fn take_in_order(pager: &Pager, channel: &Channel, state: &mut State, event: Mes
 /// Applies all events that were kept, in the order in which they happened. False, with some still kept, when the map changes
 /// meanwhile: then there is more to read.
 pub fn settle(pager: &Pager, channel: &Channel, state: &mut State) -> bool {
+    // Of one thread all come in their order; and while what is believed of the map stands still, nothing can be told from it.
+    if !pager.has_many_threads() || pager.frozen.load(Acquire) {
+        settle_as_told(pager, channel, state);
+    }
     while !state.pending.is_empty() {
         let State { pending, regions, .. } = &*state;
         let Some(place) = first_of(pending, regions, |address| channel.registration(address)) else { return false };
@@ -125,16 +165,18 @@ pub fn settle_as_told(pager: &Pager, channel: &Channel, state: &mut State) {
 }
 
 fn settle_one(pager: &Pager, channel: &Channel, state: &mut State, place: usize) {
-    let Some(event) = state.pending.remove(place) else { return };
-    let Message::Remap { from, to, len } = event else { return take_in_order(pager, channel, state, event) };
-    let own = state.pending.iter().position(|other| unmaps_at(other, from));
-    if let Some(own) = own {
-        let _ = state.pending.remove(own);
-    }
+    let stays = !state.pending.is_move(place);
+    let Some(event) = state.pending.take(place) else { return };
     take_in_order(pager, channel, state, event);
-    state.doubt = true;
-    if pager.has_many_threads() {
-        forget_freed(pager, channel, state, to..to + len);
+    if let Message::Remap { from, to, len } = event {
+        state.doubt = true;
+        if pager.has_many_threads() {
+            forget_freed(pager, channel, state, to..to + len);
+        }
+        // Left mapped and registered, and empty (MREMAP_DONTUNMAP).
+        if stays && !pager.frozen.load(Acquire) && channel.registration(from) == Some(true) {
+            state.regions.add(from..from + len);
+        }
     }
 }
 
@@ -168,7 +210,7 @@ fn came_before<const N: usize, const M: usize>(
         let part_of = move |other| Some((other, common(&part(kept, other)?, &range)?));
         (0..kept.len).filter(move |&other| other != place).filter_map(part_of)
     };
-    match kept.get(place) {
+    match kept.event(place) {
         Message::Remap { from, to, len } => {
             let target = to..to + len;
             let mut freeing = others(target.clone(), freed);
@@ -188,7 +230,16 @@ fn came_before<const N: usize, const M: usize>(
             let has_come = regions.overlaps(&source);
             Some(others(source, filled).next().filter(|_| !has_come).map(|(earlier, _)| earlier))
         }
-        Message::Unmap { start, end } if freed(kept, place).is_some() && !regions.overlaps(&(start..end)) => {
+        Message::Unmap { start, end } if freed(kept, place).is_some() && regions.overlaps(&(start..end)) => {
+            // After it nothing could have been moved from there.
+            let mut moved =
+                others(start..end, freed).filter(|&(other, _)| matches!(kept.get(other), Message::Remap { .. }));
+            let first = moved.find(|(other, from)| {
+                regions.overlaps(from) && !others(from.clone(), filled).any(|(filling, _)| filling != *other)
+            });
+            Some(first.map(|(earlier, _)| earlier))
+        }
+        Message::Unmap { start, end } if freed(kept, place).is_some() => {
             let Some((earlier, filled)) = others(start..end, filled).find(|&(other, _)| other > place) else {
                 return Some(None);
             };
@@ -223,36 +274,42 @@ fn forget_freed(pager: &Pager, channel: &Channel, state: &mut State, target: Ran
     }
 }
 
-/// Whether an event says that what begins at `start` is unmapped.
-fn unmaps_at(event: Message, start: usize) -> bool {
-    matches!(event, Message::Unmap { start: unmapped, .. } if unmapped == start)
+/// Whether an event is the second of an mremap.
+fn is_own(event: Message, from: usize, len: usize) -> bool {
+    matches!(event, Message::Unmap { start, end } if start == from && end <= from + len)
+}
+
+/// What an event unmaps by itself.
+fn freed_alone(event: Message) -> Option<Range<usize>> {
+    match event {
+        Message::Unmap { start, end } => Some(start..end),
+        _ => None,
+    }
 }
 
 /// What the event at `place` leaves empty. An mremap that leaves its old place mapped empties nothing, and the second event of
 /// one that does not is no event by itself.
 fn freed<const N: usize>(kept: &EventLog<N>, place: usize) -> Option<Range<usize>> {
-    match kept.get(place) {
+    match kept.event(place) {
         Message::Unmap { start, end } => {
             let mut untold = 0;
-            for earlier in kept.iter().take(place) {
+            for earlier in (0..place).map(|earlier| kept.get(earlier)) {
                 match earlier {
-                    Message::Remap { from, .. } if from == start => untold += 1,
+                    Message::Remap { from, len, .. } if from == start && end <= from + len => untold += 1,
                     Message::Unmap { start: told, .. } if told == start && untold > 0 => untold -= 1,
                     _ => {}
                 }
             }
             (untold == 0).then_some(start..end)
         }
-        Message::Remap { from, len, .. } => {
-            kept.iter().skip(place).any(|later| unmaps_at(later, from)).then_some(from..from + len)
-        }
+        Message::Remap { from, len, .. } => kept.is_move(place).then_some(from..from + len),
         _ => None,
     }
 }
 
 /// Where the event at `place` brings something.
 fn filled<const N: usize>(kept: &EventLog<N>, place: usize) -> Option<Range<usize>> {
-    match kept.get(place) {
+    match kept.event(place) {
         Message::Remap { to, len, .. } => Some(to..to + len),
         _ => None,
     }
@@ -287,11 +344,7 @@ pub fn forget_range(pager: &Pager, state: &mut State, range: Range<usize>) {
 
 /// A range has another address now, with its registration. Where nothing was unmapped (MREMAP_DONTUNMAP) the place is
 /// registered anew when it is next found in the map.
-///
-/// On some kernels the event of an mremap that shortens tells the old length: what was cut off has been unmapped before, and is
-/// known no more.
 pub fn move_range(pager: &Pager, state: &mut State, from: usize, to: usize, len: usize) {
-    let len = state.regions.containing(from).map_or(len, |known| len.min(known.end - from));
     forget_contents(pager, state, to..to + len);
     move_words(pager, state, from, to, len);
     state.keep_at(from..from + len, to);
@@ -372,8 +425,12 @@ mod tests {
     const D: usize = 0x40_0000;
     const LEN: usize = 0x1_0000;
 
+    fn unmap_from(start: usize, end: usize) -> Message {
+        Message::Unmap { start, end }
+    }
+
     fn unmap(start: usize) -> Message {
-        Message::Unmap { start, end: start + LEN }
+        unmap_from(start, start + LEN)
     }
 
     fn remap(from: usize, to: usize) -> [Message; 2] {
@@ -390,10 +447,8 @@ mod tests {
         let mut holds: Vec<(usize, usize)> = mapped.iter().map(|&start| (start, start)).collect();
         while !kept.is_empty() {
             let place = first_of(&kept, &regions, |address| Some(registered.contains(&address))).unwrap();
-            match kept.remove(place).unwrap() {
+            match kept.take(place).unwrap() {
                 Message::Remap { from, to, .. } => {
-                    let own = kept.iter().position(|other| unmaps_at(other, from));
-                    own.map(|own| kept.remove(own));
                     holds.retain(|&(place, _)| place != to);
                     holds.iter_mut().filter(|(place, _)| *place == from).for_each(|held| held.0 = to);
                     regions.remove(from..from + LEN);
@@ -432,8 +487,32 @@ mod tests {
         assert_eq!(outcome(&[A, B], &[&remap(B, A), &remap(A, C)], &[A, C]), [(A, B), (C, A)]);
         // And has unmapped it since.
         assert_eq!(outcome(&[A, B], &[&remap(B, A), &[unmap(A)], &remap(A, C)], &[C]), [(C, A)]);
+        // The hole was made by an unmapping of more than that.
+        let both = Message::Unmap { start: A, end: B + LEN };
+        assert_eq!(outcome(&[A, B], &[&[both], &remap(B, C)], &[C]), [(C, B)]);
         // The hole was an unmapping.
         assert_eq!(outcome(&[A, B], &[&remap(B, A), &[unmap(A)]], &[A]), [(A, B)]);
+    }
+
+    #[test]
+    fn an_mremap_that_shortens_moves_what_is_left() {
+        let cut = LEN / 2;
+        let told = [Message::Remap { from: A, to: B, len: LEN }, unmap_from(A + cut, A + LEN), unmap_from(A, A + cut)];
+        let entry = Entry { kind: REMOVE, from: 0, to: 0, len: 0 };
+        let mut kept = EventLog::<4> { entries: [entry; 4], len: 0 };
+        assert!(told.into_iter().all(|event| kept.push(event)));
+        assert!(matches!(kept.take(0), Some(Message::Remap { from: A, to: B, len }) if len == cut));
+        assert!(matches!(kept.take(0), Some(Message::Unmap { start, .. }) if start == A + cut));
+        assert!(kept.take(0).is_none());
+    }
+
+    #[test]
+    fn an_unmapping_of_more_than_moved_is_an_event_by_itself() {
+        let stays = Message::Remap { from: A, to: B, len: LEN };
+        let entry = Entry { kind: REMOVE, from: 0, to: 0, len: 0 };
+        let mut kept = EventLog::<4> { entries: [entry; 4], len: 0 };
+        assert!([stays, unmap_from(A, A + 2 * LEN)].into_iter().all(|event| kept.push(event)));
+        assert!(!kept.is_move(0) && kept.take(0).is_some() && !kept.is_empty());
     }
 
     #[test]

@@ -275,7 +275,7 @@ pub unsafe fn child(pager: &'static Pager) {
         state.locked.clear();
         // The descriptor of the parent's pagemap is not ours, and what was dropped need not be looked at: our own
         // registrations come after, so nothing is dropped behind them.
-        while let Some(event) = state.fork_log.remove(0).or_else(|| state.pending.remove(0)) {
+        while let Some(event) = state.fork_log.remove(0).or_else(|| state.pending.take(0)) {
             match event {
                 Message::Remove { start, end } => events::forget_contents(pager, &mut state, start..end),
                 Message::Unmap { start, end } => events::forget_range(pager, &mut state, start..end),

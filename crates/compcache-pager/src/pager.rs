@@ -54,7 +54,7 @@ pub const KEPT_MAX: usize = 4096;
 /// Threads whose control blocks are known.
 pub const THREADS_MAX: usize = 4096;
 /// Events of several threads at one time.
-pub const PENDING_EVENTS: usize = 512;
+pub const PENDING_EVENTS: usize = 256;
 const FRAMES_BYTES: usize = GROUPS_MAX * GROUP * PAGE;
 /// Staging's range: its frames and the gate.
 pub const STAGING_BYTES: usize = FRAMES_BYTES + PAGE;
@@ -127,6 +127,8 @@ pub struct Channel {
     pub(crate) way: Way,
     /// A page that is registered and always present, for [`Channel::is_quiet`].
     gate: usize,
+    /// A page that may never be read.
+    unreadable: usize,
 }
 
 impl Channel {
@@ -164,8 +166,8 @@ impl Channel {
 
     /// Whether a page lies in a registered range. Only while [`Channel::is_quiet`].
     ///
-    /// A copy from where nothing is mapped is refused: by ENOENT if its target is not registered; else by EFAULT, or by
-    /// EEXIST where a huge page is.
+    /// A copy from a page that may not be read is refused: by ENOENT if its target is not registered; else by EFAULT, or by
+    /// EEXIST where a huge page is. (Address 0 and its neighbours would do as well, but some kernels refuse them first.)
     pub(crate) fn is_registered(&self, address: usize) -> bool {
         matches!(self.refusal_of(address), Some(Errno::EFAULT | Errno::EEXIST))
     }
@@ -190,9 +192,8 @@ impl Channel {
     }
 
     fn refusal_of(&self, address: usize) -> Option<Errno> {
-        const NEVER_MAPPED: *const u8 = core::ptr::without_provenance(PAGE);
-        // SAFETY: nothing is copied. Below vm.mmap_min_addr nothing can be mapped, and a fault there is an error at once.
-        unsafe { self.uffd.copy(address, NEVER_MAPPED, PAGE) }.1
+        // SAFETY: nothing is copied: the source is a page of the pager's own that nobody may read.
+        unsafe { self.uffd.copy(address, self.unreadable as *const u8, PAGE) }.1
     }
 
     /// [`Uffd::move_pages`] to addresses where nothing is, on either descriptor, with the count put right.
@@ -258,6 +259,7 @@ pub struct Pager {
     has_threads: *const AtomicBool,
     pub(crate) staging_start: usize,
     pub(crate) morgue_start: usize,
+    unreadable: usize,
     stacks: [*mut u8; 2],
     robust: *mut RobustList,
     pub(crate) evictor: *mut Evictor,
@@ -329,6 +331,7 @@ impl Pager {
             kept_unregistered: AtomicBool::new(false),
             has_threads: memory::map(PAGE).map_err(no_memory)?.cast_const().cast(),
             staging_start: memory::map(STAGING_BYTES).map_err(no_memory)? as usize,
+            unreadable: memory::reserve(PAGE).map_err(no_memory)? as usize,
             morgue_start: memory::map(MORGUE_BYTES).map_err(no_memory)? as usize,
             stacks: [memory::map(STACK_BYTES).map_err(no_memory)?, memory::map(STACK_BYTES).map_err(no_memory)?],
             robust: Box::into_raw(Box::new(RobustList::empty())),
@@ -445,7 +448,13 @@ impl Pager {
             rustix::io::fcntl_dupfd_cloexec(&pagemap, 0).map_err(|errno| refused(Errno(errno.raw_os_error())))?;
         let way = if moves { Way::Move { quiet: self.open_quiet().map_err(refused)? } } else { Way::Remap };
         drop(room);
-        Ok(Channel { pagemap: pagemap.into_raw_fd(), uffd, way, gate: self.staging_start + FRAMES_BYTES })
+        Ok(Channel {
+            pagemap: pagemap.into_raw_fd(),
+            uffd,
+            way,
+            gate: self.staging_start + FRAMES_BYTES,
+            unreadable: self.unreadable,
+        })
     }
 
     /// Frames that are given back cause no events; and nothing is announced before the first range is registered.

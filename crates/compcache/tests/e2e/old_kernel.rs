@@ -11,11 +11,12 @@ use compcache_testkit::vm::{Vm, old_kernel};
 use crate::support::{alone, compcache, memory_tester, preload, trap_program};
 
 /// A name, and what is run under compcache.
-const JOBS: [(&str, &str); 4] = [
+const JOBS: [(&str, &str); 5] = [
     ("one-thread", "/memory-tester --seconds 4 --mb 64 --threads 1 --seed 1"),
     ("three-threads", "/memory-tester --seconds 4 --mb 64 --threads 3 --seed 2"),
     ("fork", "/forks both_sides"),
     ("robust", "/futexes robust"),
+    ("shortens", "/maps shortens"),
 ];
 
 #[test]
@@ -31,6 +32,7 @@ fn programs_are_paged_rightly_where_pages_cannot_be_moved() {
         (memory_tester().to_owned(), "/memory-tester"),
         (trap_program("forks"), "/forks"),
         (trap_program("futexes"), "/futexes"),
+        (trap_program("maps"), "/maps"),
     ];
     for (host, guest) in &programs {
         vm.program(host, guest).expect("a program that can be read");

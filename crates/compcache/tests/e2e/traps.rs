@@ -98,6 +98,7 @@ traps! {
 
     memory_that_is_unmapped_does_not_come_back: "maps" ["munmap"];
     memory_that_is_moved_goes_along: "maps" ["mremap"];
+    memory_that_is_moved_and_cut_off_leaves_its_neighbour_alone: "maps" ["shortens"];
     memory_that_is_moved_to_and_fro_goes_along: "maps" ["to_and_fro"];
     a_mapping_laid_over_cold_memory_is_new: "maps" ["fixed"];
     thousands_of_small_regions_are_paged_rightly: "maps" ["many_regions"];

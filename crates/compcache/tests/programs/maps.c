@@ -6,6 +6,7 @@
  *   fixed         new mappings laid over evicted ones with MAP_FIXED
  *   many_regions  thousands of small regions that differ in protection
  *   dontunmap     the program itself uses MREMAP_DONTUNMAP, as garbage collectors do
+ *   shortens      moves and shortens an evicted area with one call, to right before another
  *   to_and_fro    one thread moves two evicted areas to and fro, into each other's holes, without a look at them
  */
 #include "trap.h"
@@ -217,6 +218,30 @@ static void to_and_fro(void)
 	}
 }
 
+static void shortens(void)
+{
+	enum { PAGES = 256, LEN = PAGES * PAGE };
+	for (uint64_t round = 0; round < 6; round++) {
+		struct area moves = area_new(2 * LEN, 42, round);
+		unsigned char *hole = map_at(NULL, 2 * PAGES);
+		struct area beside = area_over(hole + LEN, LEN, 43);
+		filler_walk();
+		MUST(munmap(hole, LEN) == 0);
+		area_fill(&beside, round);
+		area_push_out(&moves);
+		area_push_out(&beside);
+		MUST(remap(moves.at, 2 * LEN, LEN, MREMAP_MAYMOVE | MREMAP_FIXED, hole) == hole);
+		struct area cut = area_over(hole, LEN, 42);
+		area_check(&beside, round);
+		area_check(&cut, round);
+		area_push_out(&cut);
+		must_be_zero(map_at(moves.at, 2 * PAGES), 2 * LEN, "where memory was moved from");
+		area_check(&beside, round);
+		area_check(&cut, round);
+		MUST(munmap(moves.at, 2 * LEN) == 0 && munmap(hole, 2 * LEN) == 0);
+	}
+}
+
 static void with_threads(void *(*work)(void *))
 {
 	pthread_t threads[THREADS], walker;
@@ -238,7 +263,8 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "many_regions")) many_regions();
 	else if (mode_is(argc, argv, "dontunmap")) dontunmap();
 	else if (mode_is(argc, argv, "to_and_fro")) to_and_fro();
-	else die("munmap | mremap | fixed | many_regions | dontunmap | to_and_fro");
+	else if (mode_is(argc, argv, "shortens")) shortens();
+	else die("munmap | mremap | fixed | many_regions | dontunmap | shortens | to_and_fro");
 	area_check(&kept, 1);
 	return passed();
 }

@@ -52,17 +52,19 @@ static void hang(int signal)
 	die("HANG: reading the evicted memory of another process");
 }
 
-/* Stops the child; another process continues it a second later. */
+/*
+ * Stops the child; another process continues it a second later. Nobody waits until it has stopped: a thread that is telling its
+ * pager of an unmapping at that moment stops when the pager goes on.
+ */
 static pid_t stop_for_a_second(pid_t child)
 {
-	int status;
-	MUST(kill(child, SIGSTOP) == 0);
-	MUST(waitpid(child, &status, WUNTRACED) == child && WIFSTOPPED(status));
 	pid_t other = fork();
 	if (other == 0) {
 		sleep_ms(1000);
 		_exit(kill(child, SIGCONT) == 0 ? 0 : 1);
 	}
+	MUST(kill(child, SIGSTOP) == 0);
+	sleep_ms(50);
 	return other;
 }
 
