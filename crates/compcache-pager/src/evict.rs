@@ -46,6 +46,7 @@ const STEPS_BETWEEN_LOOKS: u32 = 8;
 /// Objects moved by a step of compaction: some tens of microseconds.
 const COMPACTED_AT_ONCE: usize = 64;
 const UNSHARE_TRIES: u32 = 64;
+const UNFINISHED_MAX: u32 = 32;
 /// Time between two looks at which threads there are.
 const BETWEEN_THREADS_NS: u64 = 10_000_000;
 
@@ -61,6 +62,8 @@ pub struct Evictor {
     threads_noted_ns: u64,
     cpu_ns: u64,
     busy_at_ns: u64,
+    /// Times in a row that the map was still changing when it had been read: a mapping may be registered in part.
+    unfinished: u32,
     /// Set in a copy of a process that was paged: it must be again before its fork returns.
     pub recover: bool,
 }
@@ -95,6 +98,7 @@ impl Evictor {
             threads_noted_ns: 0,
             cpu_ns: 0,
             busy_at_ns: clock_ns(),
+            unfinished: 0,
             recover: false,
         })
     }
@@ -166,7 +170,7 @@ impl Evictor {
                 pager.tell_progress();
                 return NAP_IDLE_NS;
             }
-            if armed && (has_more || pager.kept_unregistered.swap(false, AcqRel)) {
+            if armed && (has_more || self.is_unfinished() || pager.kept_unregistered.swap(false, AcqRel)) {
                 self.find_regions(pager, channel);
             }
             self.note_threads(pager);
@@ -174,6 +178,9 @@ impl Evictor {
                 continue;
             }
             self.compact(pager);
+            if self.is_unfinished() {
+                return NAP_MIN_NS;
+            }
             let headroom_bytes = (-look.over_pages).max(0) as u64 * PAGE as u64;
             let until_full_ns = headroom_bytes * 1_000_000_000 / GROWTH_BYTES_PER_S;
             let floor_ns = if look.idle { NAP_IDLE_NS } else { NAP_MIN_NS };
@@ -323,9 +330,16 @@ impl Evictor {
         }
     }
 
-    /// Reads the map and registers what has come since the last time.
+    /// Whether the map should be read again soon; not for ever, where something cannot be registered at all.
+    fn is_unfinished(&self) -> bool {
+        (1..=UNFINISHED_MAX).contains(&self.unfinished)
+    }
+
+    /// Reads the map and registers what has come since the last time. If the map keeps changing, a mapping may be registered in
+    /// part, which the program cannot move as a whole: then the next look goes on.
     fn find_regions(&mut self, pager: &Pager, channel: &Channel) {
         let Some(files) = &self.files else { return };
+        self.unfinished += 1;
         for _ in 0..4 {
             let generation = pager.state.lock().generation;
             self.found.clear();
@@ -365,6 +379,7 @@ impl Evictor {
                 register(channel, &state, range, fresh);
             }
             if fresh.len() == 0 {
+                self.unfinished = 0;
                 return;
             }
             maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
