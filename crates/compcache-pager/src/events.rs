@@ -79,38 +79,34 @@ impl<const N: usize> EventLog<N> {
         self.entries[..self.len].iter().map(|entry| entry.event())
     }
 
-    /// Takes one out, and with an mremap the second event of it, which tells how much of its old place was unmapped: on some
-    /// kernels the first tells the length before it was shortened.
-    pub fn take(&mut self, place: usize) -> Option<Message> {
-        if place >= self.len {
-            return None;
-        }
-        let event = self.event(place);
-        if let Message::Remap { from, len, .. } = self.get(place)
-            && let Some(own) = (place + 1..self.len).find(|&later| is_own(self.get(later), from, len))
-        {
-            let _ = self.remove(own);
-        }
-        self.remove(place)?;
-        Some(event)
-    }
-
-    /// Whether the event at a place is an mremap that leaves its old place unmapped.
-    fn is_move(&self, place: usize) -> bool {
-        let Message::Remap { from, len, .. } = self.get(place) else { return false };
-        (place + 1..self.len).any(|later| is_own(self.get(later), from, len))
+    /// The second event of the mremap at `place`, and what it unmaps; `None` when that has left its old place mapped. On some kernels
+    /// the first tells the length before it was shortened, and the second what has moved.
+    fn own(&self, place: usize) -> Option<(usize, Range<usize>)> {
+        let Message::Remap { from, len, .. } = self.get(place) else { return None };
+        (place + 1..self.len).find_map(|later| match self.get(later) {
+            Message::Unmap { start, end } if start == from && end <= from + len => Some((later, start..end)),
+            _ => None,
+        })
     }
 
     /// The event at a place, with the length that moved.
     fn event(&self, place: usize) -> Message {
-        match self.get(place) {
-            Message::Remap { from, to, len } => {
-                let own = (place + 1..self.len).map(|later| self.get(later)).find(|&later| is_own(later, from, len));
-                let len = own.and_then(freed_alone).map_or(len, |own| own.end - own.start);
-                Message::Remap { from, to, len }
+        match (self.get(place), self.own(place)) {
+            (Message::Remap { from, to, .. }, Some((_, moved))) => {
+                Message::Remap { from, to, len: moved.end - moved.start }
             }
-            event => event,
+            (event, _) => event,
         }
+    }
+
+    /// Takes one out, and with an mremap the second event of it.
+    pub fn take(&mut self, place: usize) -> Option<Message> {
+        let event = (place < self.len).then(|| self.event(place))?;
+        if let Some((own, _)) = self.own(place) {
+            let _ = self.remove(own);
+        }
+        let _ = self.remove(place);
+        Some(event)
     }
 
     /// Takes one out; those after it move up.
@@ -124,10 +120,13 @@ impl<const N: usize> EventLog<N> {
 
 /// Takes in an event that was just read: it is applied, or kept until its order is known.
 pub fn take(pager: &Pager, channel: &Channel, state: &mut State, event: Message) {
-    // Another thread may have moved a part of what is unmapped, and not yet have told.
-    let nobody_else = !pager.has_many_threads() || matches!(event, Message::Remove { .. }) || channel.is_quiet();
-    let in_order = state.pending.is_empty() && !matches!(event, Message::Remap { .. }) && nobody_else;
-    if in_order {
+    let may_be_later = || match event {
+        Message::Remap { .. } => true,
+        // Another thread may have moved a part of what is unmapped, and not yet have told.
+        Message::Unmap { .. } => pager.has_many_threads() && !channel.is_quiet(),
+        _ => false,
+    };
+    if state.pending.is_empty() && !may_be_later() {
         take_in_order(pager, channel, state, event);
     } else if !state.pending.push(event) {
         settle_as_told(pager, channel, state);
@@ -151,8 +150,12 @@ pub fn settle(pager: &Pager, channel: &Channel, state: &mut State) -> bool {
     }
     while !state.pending.is_empty() {
         let State { pending, regions, .. } = &*state;
-        let Some(place) = first_of(pending, regions, |address| channel.registration(address)) else { return false };
-        settle_one(pager, channel, state, place);
+        match first_of(pending, regions, |address| channel.registration(address)) {
+            Some(place) => settle_one(pager, channel, state, place),
+            // Nothing changes, and yet the kernel says neither the one nor the other: it would say so for ever.
+            None if channel.is_quiet() => settle_as_told(pager, channel, state),
+            None => return false,
+        }
     }
     true
 }
@@ -165,7 +168,7 @@ pub fn settle_as_told(pager: &Pager, channel: &Channel, state: &mut State) {
 }
 
 fn settle_one(pager: &Pager, channel: &Channel, state: &mut State, place: usize) {
-    let stays = !state.pending.is_move(place);
+    let stays = state.pending.own(place).is_none();
     let Some(event) = state.pending.take(place) else { return };
     take_in_order(pager, channel, state, event);
     if let Message::Remap { from, to, len } = event {
@@ -210,19 +213,18 @@ fn came_before<const N: usize, const M: usize>(
         let part_of = move |other| Some((other, common(&part(kept, other)?, &range)?));
         (0..kept.len).filter(move |&other| other != place).filter_map(part_of)
     };
+    let is_remap = |other| matches!(kept.get(other), Message::Remap { .. });
     match kept.event(place) {
         Message::Remap { from, to, len } => {
             let target = to..to + len;
-            let mut freeing = others(target.clone(), freed);
             if regions.overlaps(&target) {
-                let is_move = |other| matches!(kept.get(other), Message::Remap { .. });
-                let moved_away = others(target, freed).find(|&(other, _)| is_move(other));
-                if let Some((earlier, _)) = moved_away.or_else(|| freeing.next()) {
+                let moved_away = others(target.clone(), freed).find(|&(other, _)| is_remap(other));
+                if let Some((earlier, _)) = moved_away.or_else(|| others(target, freed).next()) {
                     return Some(Some(earlier));
                 }
-            } else if let Some((earlier, place)) = freeing.find(|&(other, _)| other > place)
-                && others(place.clone(), filled).next().is_none()
-                && registered(place.start)?
+            } else if let Some((earlier, freed)) = others(target, freed).find(|&(other, _)| other > place)
+                && others(freed.clone(), filled).next().is_none()
+                && registered(freed.start)?
             {
                 return Some(Some(earlier));
             }
@@ -232,10 +234,9 @@ fn came_before<const N: usize, const M: usize>(
         }
         Message::Unmap { start, end } if freed(kept, place).is_some() && regions.overlaps(&(start..end)) => {
             // After it nothing could have been moved from there.
-            let mut moved =
-                others(start..end, freed).filter(|&(other, _)| matches!(kept.get(other), Message::Remap { .. }));
-            let first = moved.find(|(other, from)| {
-                regions.overlaps(from) && !others(from.clone(), filled).any(|(filling, _)| filling != *other)
+            let first = others(start..end, freed).find(|(other, from)| {
+                let filled_first = || others(from.clone(), filled).any(|(filling, _)| filling != *other);
+                is_remap(*other) && regions.overlaps(from) && !filled_first()
             });
             Some(first.map(|(earlier, _)| earlier))
         }
@@ -274,19 +275,6 @@ fn forget_freed(pager: &Pager, channel: &Channel, state: &mut State, target: Ran
     }
 }
 
-/// Whether an event is the second of an mremap.
-fn is_own(event: Message, from: usize, len: usize) -> bool {
-    matches!(event, Message::Unmap { start, end } if start == from && end <= from + len)
-}
-
-/// What an event unmaps by itself.
-fn freed_alone(event: Message) -> Option<Range<usize>> {
-    match event {
-        Message::Unmap { start, end } => Some(start..end),
-        _ => None,
-    }
-}
-
 /// What the event at `place` leaves empty. An mremap that leaves its old place mapped empties nothing, and the second event of
 /// one that does not is no event by itself.
 fn freed<const N: usize>(kept: &EventLog<N>, place: usize) -> Option<Range<usize>> {
@@ -302,7 +290,7 @@ fn freed<const N: usize>(kept: &EventLog<N>, place: usize) -> Option<Range<usize
             }
             (untold == 0).then_some(start..end)
         }
-        Message::Remap { from, len, .. } => kept.is_move(place).then_some(from..from + len),
+        Message::Remap { from, len, .. } => kept.own(place).is_some().then_some(from..from + len),
         _ => None,
     }
 }
@@ -342,8 +330,7 @@ pub fn forget_range(pager: &Pager, state: &mut State, range: Range<usize>) {
     state.generation += 1;
 }
 
-/// A range has another address now, with its registration. Where nothing was unmapped (MREMAP_DONTUNMAP) the place is
-/// registered anew when it is next found in the map.
+/// A range has another address now, with its registration.
 pub fn move_range(pager: &Pager, state: &mut State, from: usize, to: usize, len: usize) {
     forget_contents(pager, state, to..to + len);
     move_words(pager, state, from, to, len);
@@ -512,7 +499,7 @@ mod tests {
         let entry = Entry { kind: REMOVE, from: 0, to: 0, len: 0 };
         let mut kept = EventLog::<4> { entries: [entry; 4], len: 0 };
         assert!([stays, unmap_from(A, A + 2 * LEN)].into_iter().all(|event| kept.push(event)));
-        assert!(!kept.is_move(0) && kept.take(0).is_some() && !kept.is_empty());
+        assert!(kept.own(0).is_none() && kept.take(0).is_some() && !kept.is_empty());
     }
 
     #[test]

@@ -169,7 +169,7 @@ impl Channel {
     /// A copy from a page that may not be read is refused: by ENOENT if its target is not registered; else by EFAULT, or by
     /// EEXIST where a huge page is. (Address 0 and its neighbours would do as well, but some kernels refuse them first.)
     pub(crate) fn is_registered(&self, address: usize) -> bool {
-        matches!(self.refusal_of(address), Some(Errno::EFAULT | Errno::EEXIST))
+        self.registration(address) == Some(true)
     }
 
     /// As [`Channel::is_registered`], but waits until the map is not changing. Somebody must read the events.

@@ -14,7 +14,6 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -117,10 +116,9 @@ impl Vm {
         );
         self.entry("/init", FILE, init.as_bytes())?;
         newc::trailer(&mut self.archive)?;
-        let directory = Scratch::new()?;
-        let (disk, console) = (directory.0.join("initrd"), directory.0.join("console"));
+        let directory = tempfile::tempdir()?;
+        let (disk, console) = (directory.path().join("initrd"), directory.path().join("console"));
         fs::write(&disk, &self.archive)?;
-        fs::set_permissions(&disk, fs::Permissions::from_mode(0o600))?;
         let mut machine = Command::new("qemu-system-x86_64")
             .args([
                 "-M",
@@ -172,22 +170,4 @@ fn wait(machine: &mut Child, patience: Duration) -> io::Result<bool> {
     machine.kill()?;
     machine.wait()?;
     Ok(false)
-}
-
-/// A directory that goes with its owner.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new() -> io::Result<Scratch> {
-        let name = format!("compcache-vm-{}-{:x}", std::process::id(), fastrand::u64(..));
-        let path = std::env::temp_dir().join(name);
-        fs::create_dir(&path)?;
-        Ok(Scratch(path))
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
 }

@@ -8,7 +8,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use crate::support::{Cap, Program, Running, alone, sample_until, trap_program, ways};
+use crate::support::{Cap, Program, Running, Way, alone, sample_until, trap_program, ways};
 
 const MIB: u64 = 1 << 20;
 /// A tenth above the limit is allowed.
@@ -165,6 +165,19 @@ fn total_memory_stays_within_a_tenth_of_ram() {
         assert_eq!(outcome.stat("ram_limit_bytes"), ram);
         outcome.must_have_evicted();
     }
+}
+
+/// Under the kernel's reclaim, and under ours without the small queue, every page of every pass comes from the pool.
+#[test]
+fn a_scan_finds_a_part_of_its_memory_still_there() {
+    const PASSES: u64 = 6;
+    let _alone = alone();
+    let scans = Program::new(trap_program("scans")).args([&PASSES.to_string()]);
+    let outcome = scans.paged(Way::Move, &Cap::resident_mib(16));
+    assert!(outcome.status.success(), "{}", outcome.explain());
+    let (pages, brought) = (64 * MIB / 4096 * PASSES, outcome.stat("faults_stored") + outcome.stat("readahead_pages"));
+    eprintln!("{brought} of {pages} pages came from the pool");
+    assert!(brought * 10 <= pages * 9, "{brought} of {pages} pages came from the pool: {:#?}", outcome.stats);
 }
 
 #[test]
