@@ -8,7 +8,7 @@ use crate::pager::{Pager, State};
 use crate::process;
 use crate::staging::{Frame, GROUP};
 use crate::table::{Phase, Word};
-use compcache_store::{PageIndex, Worker};
+use compcache_store::{Page, PageIndex, Worker};
 
 /// Pages of a group that are being compressed.
 pub struct Batch {
@@ -16,6 +16,9 @@ pub struct Batch {
     /// The number of the group's first frame, as a page.
     first: u64,
     taken: u64,
+    /// Pages with a copy, which had not changed, and which are in the pool now.
+    copies: u64,
+    equal: u64,
     stored: u64,
 }
 
@@ -37,26 +40,32 @@ pub fn begin(state: &mut State, group: usize, most: usize) -> Batch {
     }
     state.under_way += 1;
     let first = process::page_of(state.staging.address((group * GROUP) as Frame));
-    Batch { group, first, taken, stored: 0 }
+    let copies = state.staging.groups[group].copies & taken;
+    state.staging.groups[group].copies &= !taken;
+    Batch { group, first, taken, copies, equal: 0, stored: 0 }
 }
 
-/// Compresses them. The caller does not hold the lock.
-pub fn compress(pager: &Pager, worker: &mut Worker, batch: &mut Batch) {
+/// Compresses them, but those whose copies are as they are. The caller does not hold the lock.
+pub fn compress(pager: &Pager, worker: &mut Worker, buffer: &mut Page, batch: &mut Batch) {
     for place in (0..GROUP).filter(|place| batch.taken >> place & 1 == 1) {
         // SAFETY: the frame is present and nobody writes to it: it leaves staging only when the group is released, in
         // `settle`.
-        let contents = unsafe { &*(((batch.first as usize + place) * PAGE) as *const compcache_store::Page) };
+        let contents = unsafe { &*(((batch.first as usize + place) * PAGE) as *const Page) };
         // Under the frame's own number: what is stored under the page's changes under the lock only, for the page may
         // be taken away, and another one moved to its place, while the codec works.
-        let written = pager.pool.write(worker, PageIndex(batch.first + place as u64), contents);
-        batch.stored |= u64::from(written.is_ok()) << place;
+        let object = PageIndex(batch.first + place as u64);
+        let equal = batch.copies >> place & 1 == 1 && pager.pool.holds(worker, object, contents, buffer);
+        let stored = equal || pager.pool.write(worker, object, contents).is_ok();
+        batch.equal |= u64::from(equal) << place;
+        batch.stored |= u64::from(stored) << place;
     }
 }
 
 /// What compressing came to: pages stored, pages that went another way meanwhile, pages the pool refused.
 pub fn settle(pager: &Pager, state: &mut State, batch: &Batch) {
-    let &Batch { group, taken, stored, .. } = batch;
+    let &Batch { group, taken, copies, equal, stored, .. } = batch;
     state.under_way -= 1;
+    state.copies.compared(copies.count_ones(), equal.count_ones());
     // As they are called now: a page may have been moved meanwhile.
     let pages = state.staging.groups[group].pages;
     let clock = (state.eviction_clock >> 6) as u32 & 0xff_ffff;
@@ -69,7 +78,7 @@ pub fn settle(pager: &Pager, state: &mut State, batch: &Batch) {
         if ours && stored && pager.pool.move_slot(object, PageIndex(page)) == Ok(true) {
             state.table.update(page, Word::new(Phase::Stored).with_payload(clock));
         } else {
-            if stored {
+            if stored || copies >> place & 1 == 1 {
                 let _ = pager.pool.discard(object);
             }
             if ours {
@@ -87,6 +96,16 @@ pub fn settle(pager: &Pager, state: &mut State, batch: &Batch) {
     if still_staged {
         state.staging.staged.push(group);
     } else {
-        state.staging.release(group);
+        release(pager, state, group);
     }
+}
+
+/// No page of a group is wanted any more: with its frames, which are garbage now, go the copies of those that went back.
+pub fn release(pager: &Pager, state: &mut State, group: usize) {
+    let copies = core::mem::take(&mut state.staging.groups[group].copies);
+    for place in (0..GROUP).filter(|place| copies >> place & 1 == 1) {
+        let frame = (group * GROUP + place) as Frame;
+        let _ = pager.pool.discard(PageIndex(process::page_of(state.staging.address(frame))));
+    }
+    state.staging.release(group);
 }

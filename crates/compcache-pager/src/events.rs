@@ -9,6 +9,7 @@
 //!
 //! An mremap tells two events: that the range has moved, and then that its old place is unmapped. They are one here.
 
+use crate::copies;
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State};
 use crate::regions::Ranges;
@@ -343,9 +344,7 @@ pub fn move_range(pager: &Pager, state: &mut State, from: usize, to: usize, len:
 /// Drops what is kept of a range: stored copies at once; staged frames become garbage when their group's turn comes.
 pub fn forget_contents(pager: &Pager, state: &mut State, range: Range<usize>) {
     for_each_known(state, pages(&range), |state, page, word| {
-        if word.phase() == Phase::Stored {
-            let _ = pager.pool.discard(PageIndex(page));
-        }
+        copies::drop_object(pager, page, word);
         state.table.update(page, Word::UNKNOWN);
     });
 }
@@ -366,18 +365,12 @@ fn move_words(pager: &Pager, state: &mut State, from: usize, to: usize, len: usi
     let shift = (to as i64 - from as i64) / PAGE as i64;
     for_each_known(state, pages(&(from..from + len)), |state, page, word| {
         let target = (page as i64 + shift) as u64;
-        let word = match word.phase() {
-            Phase::Stored => {
-                let _ = pager.pool.move_slot(PageIndex(page), PageIndex(target));
-                word
-            }
+        match word.phase() {
+            _ if word.is_in_pool() => _ = pager.pool.move_slot(PageIndex(page), PageIndex(target)),
             // The frame's page has another number now.
-            Phase::Staged | Phase::Compressing => {
-                state.staging.rename(word.payload(), target);
-                word
-            }
-            Phase::Resident | Phase::Dropped => word,
-        };
+            Phase::Staged | Phase::Compressing => state.staging.rename(word.payload(), target),
+            Phase::Resident | Phase::Stored | Phase::Dropped => {}
+        }
         state.table.update(page, Word::UNKNOWN);
         if !state.table.set(target, word) {
             crate::process::die(pager, crate::shared::Trouble::NoMemory);

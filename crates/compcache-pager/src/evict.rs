@@ -25,7 +25,7 @@ use crate::shared::{Region, Totals};
 use crate::staging::{GROUP, GROUPS_MAX};
 use crate::sys::{self, Errno};
 use alloc::boxed::Box;
-use compcache_store::Worker;
+use compcache_store::{Page, Worker};
 use core::ops::Range;
 use core::sync::atomic::Ordering::*;
 use rustix::fd::{AsFd, OwnedFd};
@@ -55,6 +55,8 @@ pub struct Evictor {
     pub worker: Worker,
     pub maps: MapsBuffer,
     pub(crate) hand: Hand,
+    /// For comparing copies.
+    buffer: Box<Page>,
     found: Box<Ranges<REGIONS_MAX>>,
     fresh: Box<Ranges<REGIONS_MAX>>,
     files: Option<Files>,
@@ -89,6 +91,7 @@ impl Evictor {
             worker,
             maps: MapsBuffer::new(),
             hand: Hand::new(),
+            buffer: Box::new([0; PAGE]),
             // SAFETY: pairs of numbers are valid when zero.
             found: unsafe { boxed_zeroed() },
             // SAFETY: as above.
@@ -451,7 +454,7 @@ impl Evictor {
         let Some(group) = state.staging.staged.pop() else { return false };
         let mut batch = compress::begin(&mut state, group, GROUP);
         drop(state);
-        compress::compress(pager, &mut self.worker, &mut batch);
+        compress::compress(pager, &mut self.worker, &mut self.buffer, &mut batch);
         compress::settle(pager, &mut pager.state.lock(), &batch);
         pager.tell_progress();
         true

@@ -9,6 +9,7 @@
 //! up for it.
 
 use crate::compress;
+use crate::copies;
 use crate::fork;
 use crate::lock::{self, Guard};
 use crate::memory::PAGE;
@@ -285,7 +286,7 @@ impl Handler {
         if !far_above && let Some(group) = state.staging.staged.pop() {
             let mut batch = compress::begin(&mut state, group, BATCH);
             drop(state);
-            compress::compress(pager, &mut self.worker, &mut batch);
+            compress::compress(pager, &mut self.worker, &mut self.pages[0], &mut batch);
             state = self.lock(pager, channel);
             compress::settle(pager, &mut state, &batch);
             return state;
@@ -455,7 +456,7 @@ impl Handler {
         }
         let copied = copied / PAGE;
         state.grown_pages += copied as u64;
-        self.loaded(pager, &mut state, run, first, copied);
+        self.loaded(pager, channel, &mut state, run, first, copied);
         let loaded = match error {
             None => Ok(pages),
             Some(errno) => self.loaded_in_part(pager, channel, &mut state, run, first, copied, errno),
@@ -473,19 +474,21 @@ impl Handler {
         (state, if page == run.asked { Ok(0) } else { Err(Errno::EAGAIN) })
     }
 
-    /// Pages `first..first + pages` are in their places: the pool's copies are dropped.
-    fn loaded(&mut self, pager: &Pager, state: &mut State, run: &Run, first: u64, pages: usize) {
-        let pages = first..first + pages as u64;
-        for page in pages.clone() {
+    /// Pages `first..first + pages` are in their places. What waits in the small queue may stay in the pool as well.
+    fn loaded(&mut self, pager: &Pager, channel: &Channel, state: &mut State, run: &Run, first: u64, pages: usize) {
+        for page in first..first + pages as u64 {
             let word = state.table.get(page);
-            let _ = pager.pool.discard(PageIndex(page));
             let age = (state.eviction_clock >> 6).wrapping_sub(u64::from(word.payload())) & 0xff_ffff;
             // Back sooner than everything resident could have been evicted: it belongs to the working set.
             let returns = age << 6 < state.limit_pages;
             let heat = if returns && page == run.asked { 2 } else { 0 };
-            state.table.update(page, Word::new(Phase::Resident).with_heat(heat));
-            if !returns {
-                state.small.push(page..page + 1);
+            let copy = !returns && matches!(channel.way, Way::Move { .. }) && state.copies.pay();
+            if !copy {
+                copies::drop_object(pager, page, word);
+            }
+            state.table.update(page, Word::new(Phase::Resident).with_heat(heat).with_copy(copy));
+            if !returns && let Some(pushed_out) = state.small.push(page..page + 1) {
+                copies::drop_copies(pager, state, pushed_out);
             }
         }
     }
@@ -505,7 +508,7 @@ impl Handler {
         let stopped_at = first + done as u64;
         match errno {
             Errno::EEXIST => {
-                self.loaded(pager, state, run, stopped_at, 1);
+                self.loaded(pager, channel, state, run, stopped_at, 1);
                 channel.uffd.wake(stopped_at as usize * PAGE, PAGE);
                 if run.asked == stopped_at || (first..stopped_at).contains(&run.asked) {
                     Ok(done + 1)
@@ -535,17 +538,13 @@ impl Handler {
             unsafe { channel.uffd.copy(page as usize * PAGE, self.zeroes.as_ptr().cast(), pages * PAGE) };
         state.grown_pages += (filled / PAGE) as u64;
         self.streams.brought((filled / PAGE) as u32);
-        for touched in page..page + (filled / PAGE) as u64 {
-            if state.table.get(touched) != Word::UNKNOWN {
-                state.table.update(touched, Word::new(Phase::Resident));
-            }
-        }
+        (page..page + (filled / PAGE) as u64).for_each(|touched| note_fresh(pager, state, touched));
         match error {
             Some(Errno::EAGAIN) if filled == 0 => {
                 self.unanswered = Some((page, window));
                 Answer::Again
             }
-            Some(errno) if filled == 0 && errno != Errno::EEXIST => self.first_touch_alone(channel, state, page),
+            Some(errno) if filled == 0 && errno != Errno::EEXIST => self.first_touch_alone(pager, channel, state, page),
             _ => {
                 if filled == 0 {
                     channel.uffd.wake(page as usize * PAGE, PAGE);
@@ -556,7 +555,7 @@ impl Handler {
     }
 
     /// One page of zeroes, by copy: what works in every range.
-    fn first_touch_alone(&mut self, channel: &Channel, state: &mut State, page: u64) -> Answer {
+    fn first_touch_alone(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64) -> Answer {
         // SAFETY: the zeroes are ours and present.
         let (_, error) = unsafe { channel.uffd.copy(page as usize * PAGE, self.zeroes.as_ptr().cast(), PAGE) };
         match error {
@@ -564,9 +563,7 @@ impl Handler {
             Some(_) => channel.uffd.wake(page as usize * PAGE, PAGE),
             None => state.grown_pages += 1,
         }
-        if state.table.get(page) != Word::UNKNOWN {
-            state.table.update(page, Word::new(Phase::Resident));
-        }
+        note_fresh(pager, state, page);
         Answer::Done
     }
 
@@ -634,6 +631,15 @@ impl Handler {
         if sys::set_affinity(&mask) {
             self.cpu = Some(cpu);
         }
+    }
+}
+
+/// A page is zeroes now, whatever was known of it.
+fn note_fresh(pager: &Pager, state: &mut State, page: u64) {
+    let word = state.table.get(page);
+    if word != Word::UNKNOWN {
+        copies::drop_object(pager, page, word);
+        state.table.update(page, Word::new(Phase::Resident));
     }
 }
 

@@ -24,7 +24,7 @@ use crate::shared::Trouble;
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
 use crate::uffd::{Message, Uffd};
-use crate::{events, process, sys};
+use crate::{compress, copies, events, process, sys};
 use compcache_store::{Page, PageIndex, Read, Worker};
 use core::ops::Range;
 use core::sync::atomic::{AtomicU32, Ordering::*};
@@ -200,7 +200,7 @@ fn unstage_all(pager: &Pager, state: &mut State) -> bool {
                 return false;
             }
         }
-        state.staging.release(group);
+        compress::release(pager, state, group);
     }
     true
 }
@@ -330,8 +330,8 @@ fn restore_all(pager: &Pager, worker: &mut Worker) {
             if !written && state.regions.containing(address).is_some() {
                 process::die(pager, Trouble::LostPage);
             }
-            let _ = pager.pool.discard(PageIndex(page));
         }
+        copies::drop_object(pager, page, word);
         state.table.update(page, Word::UNKNOWN);
     });
 }

@@ -7,6 +7,7 @@
 //! # Source
 //! A clock hand with counts is S3-FIFO's main queue (Yang et al., 2023).
 
+use crate::copies;
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State, Way};
 use crate::process;
@@ -112,13 +113,13 @@ impl Hand {
     }
 
     /// A group is about to be filled: decides whose turn it is.
-    pub fn begin_group(&mut self, channel: &Channel, state: &mut State) {
+    pub fn begin_group(&mut self, pager: &Pager, channel: &Channel, state: &mut State) {
         // Where a group holds one span only, pages that lie apart are dear.
         let full = matches!(channel.way, Way::Move { .. }) && state.small.is_full(state.limit_pages);
         self.groups = self.groups.wrapping_add(1);
         let small = full && !self.groups.is_multiple_of(SMALL_GROUPS);
         if full && !small {
-            state.small.leave(GROUP);
+            leave_to_hand(pager, state);
             self.jump(state);
         }
         if small != core::mem::replace(&mut self.is_small, small) {
@@ -287,6 +288,17 @@ impl Hand {
             }
         };
         self.rest.start = (address + passed_over * PAGE).min(self.rest.end);
+    }
+}
+
+/// Leaves the oldest pages of the small queue to the hand, about a group of them.
+fn leave_to_hand(pager: &Pager, state: &mut State) {
+    let mut left = 0;
+    while left < GROUP as u64
+        && let Some(run) = state.small.pop()
+    {
+        left += run.end - run.start;
+        copies::drop_copies(pager, state, run);
     }
 }
 

@@ -3,6 +3,7 @@
 //! Both by either way ([`Way`]): UFFDIO_MOVE, or mremap before Linux 6.8. With UFFDIO_MOVE garbage goes to the morgue and is
 //! dropped there: that range's descriptor has no events, so that the pager never waits for itself.
 
+use crate::copies;
 use crate::events;
 use crate::evict::Evictor;
 use crate::lock::Guard;
@@ -85,7 +86,7 @@ impl Evictor {
             return Filled::EventPending;
         }
         let Some(group) = state.staging.pop_empty() else { return Filled::Nothing };
-        self.hand.begin_group(channel, state);
+        self.hand.begin_group(pager, channel, state);
         let (mut filled, mut wrapped, mut outcome) = (0, 0, Filled::Nothing);
         // Shared pages are made the process's own, and moved the next time, before the hand goes on.
         while filled < GROUP && !self.hand.has_many_shared() && self.hand.next_run(channel, state, &mut wrapped) {
@@ -203,17 +204,21 @@ impl Evictor {
 fn note_staged(pager: &Pager, state: &mut State, start: usize, frame: Frame, pages: usize) {
     for place in 0..pages {
         let (page, frame) = (process::page_of(start) + place as u64, frame + place as Frame);
-        if state.table.get(page).phase() == Phase::Stored {
-            let _ = pager.pool.discard(PageIndex(page));
-        }
+        let word = state.table.get(page);
         // One that went along with its neighbours may be hot.
-        let heat = state.table.get(page).heat();
-        if !state.table.set(page, Word::new(Phase::Staged).with_heat(heat).with_payload(frame)) {
+        if !state.table.set(page, Word::new(Phase::Staged).with_heat(word.heat()).with_payload(frame)) {
             process::die(pager, Trouble::NoMemory);
         }
+        let place = frame as usize % GROUP;
         let group = &mut state.staging.groups[frame as usize / GROUP];
-        group.present |= 1 << (frame as usize % GROUP);
-        group.pages[frame as usize % GROUP] = page;
+        group.present |= 1 << place;
+        group.pages[place] = page;
+        let object = PageIndex(process::page_of(state.staging.address(frame)));
+        if word.has_copy() && pager.pool.move_slot(PageIndex(page), object) == Ok(true) {
+            state.staging.groups[frame as usize / GROUP].copies |= 1 << place;
+        } else {
+            copies::drop_object(pager, page, word);
+        }
     }
     state.eviction_clock += pages as u64;
     if let Some(slot) = pager.slot() {

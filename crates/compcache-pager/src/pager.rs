@@ -20,6 +20,7 @@
 //! What is *not* here: policy for several processes (`shared`), what a page's word means (`table`), copies of the
 //! process (`fork`).
 
+use crate::copies::Copies;
 use crate::events::EventLog;
 use crate::evict::Evictor;
 use crate::fault::Handler;
@@ -71,6 +72,8 @@ pub struct State {
     pub(crate) staging: Staging,
     /// Pages that came back from the pool lately: they leave first.
     pub(crate) small: SmallQueue,
+    /// Whether what comes back stays in the pool as well.
+    pub(crate) copies: Copies,
     /// Registered with the userfaultfd.
     pub(crate) regions: Ranges<REGIONS_MAX>,
     /// Pages that may not leave: [`crate::keep`].

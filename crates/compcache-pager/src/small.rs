@@ -44,8 +44,9 @@ pub struct SmallQueue {
 }
 
 impl SmallQueue {
-    /// Adds pages at the end, and so to the last run if they go on where it ends. At most a group.
-    pub fn push(&mut self, pages: Range<u64>) {
+    /// Adds pages at the end, and so to the last run if they go on where it ends. At most a group. Returns the oldest run if it
+    /// had to make room.
+    pub fn push(&mut self, pages: Range<u64>) -> Option<Range<u64>> {
         debug_assert!(pages.end - pages.start <= GROUP as u64);
         self.pages += pages.end - pages.start;
         if self.len > 0 {
@@ -53,14 +54,13 @@ impl SmallQueue {
             let before = last.pages();
             if before.end == pages.start && pages.end - before.start <= GROUP as u64 {
                 *last = Run::new(before.start..pages.end);
-                return;
+                return None;
             }
         }
-        if self.len == RUNS_MAX {
-            self.pop();
-        }
+        let oldest = if self.len == RUNS_MAX { self.pop() } else { None };
         self.runs[(self.head + self.len) % RUNS_MAX] = Run::new(pages);
         self.len += 1;
+        oldest
     }
 
     /// Takes the oldest run.
@@ -73,16 +73,6 @@ impl SmallQueue {
         self.len -= 1;
         self.pages -= pages.end - pages.start;
         Some(pages)
-    }
-
-    /// Leaves the oldest runs to the hand, as many as make `pages` pages.
-    pub fn leave(&mut self, pages: usize) {
-        let mut left = 0;
-        while left < pages as u64
-            && let Some(run) = self.pop()
-        {
-            left += run.end - run.start;
-        }
     }
 
     /// Whether it holds more than its share of what may be resident.
@@ -102,9 +92,9 @@ mod tests {
     #[test]
     fn what_came_first_leaves_first_and_neighbours_leave_together() {
         let mut queue = queue();
-        queue.push(10..14);
-        queue.push(14..18);
-        queue.push(30..31);
+        for pages in [10..14, 14..18, 30..31] {
+            assert_eq!(queue.push(pages), None);
+        }
         assert_eq!(queue.pop(), Some(10..18));
         assert_eq!(queue.pop(), Some(30..31));
         assert_eq!(queue.pop(), None);
@@ -114,14 +104,16 @@ mod tests {
     #[test]
     fn a_run_is_no_longer_than_a_group() {
         let mut queue = queue();
-        (0..10).for_each(|run| queue.push(run * 16..run * 16 + 16));
+        (0..10).for_each(|run| _ = queue.push(run * 16..run * 16 + 16));
         assert_eq!(queue.pop(), Some(0..GROUP as u64));
     }
 
     #[test]
     fn the_oldest_is_forgotten_when_there_is_no_room() {
         let mut queue = queue();
-        (0..=RUNS_MAX as u64).for_each(|run| queue.push(run * 2..run * 2 + 1));
+        (0..RUNS_MAX as u64).for_each(|run| assert_eq!(queue.push(run * 2..run * 2 + 1), None));
+        let last = RUNS_MAX as u64 * 2;
+        assert_eq!(queue.push(last..last + 1), Some(0..1));
         assert_eq!(queue.pop(), Some(2..3));
         assert!(queue.is_full(SHARE * (RUNS_MAX as u64 - 2)) && !queue.is_full(SHARE * RUNS_MAX as u64));
     }

@@ -78,6 +78,8 @@ pub struct Group {
     pub present: u64,
     /// The page each frame holds; meaningless for garbage.
     pub pages: [u64; GROUP],
+    /// Frames whose pages came with a copy: it is in the pool under the frame's own number.
+    pub copies: u64,
 }
 
 /// All groups, and the lists they are in.
@@ -113,7 +115,7 @@ impl Staging {
         self.free = Queue::new();
         self.free_frames = 0;
         for group in (0..groups_max).filter(|&group| !self.retired[group]) {
-            self.groups[group] = Group { present: 0, pages: [0; GROUP] };
+            self.groups[group] = Group { present: 0, pages: [0; GROUP], copies: 0 };
             self.empty.push(group);
         }
     }

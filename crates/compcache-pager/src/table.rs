@@ -15,7 +15,10 @@
 //! again nobody can tell whether they have gone, so it must not be evicted: its old contents would come back later.
 //! The payload is then the time of the announcement.
 //!
-//! Word: bits 0-2 phase, 3-4 heat, 8-31 payload (staging frame, or the eviction clock).
+//! A page that came back from the pool lately has its *copy* there still: if it leaves unchanged, nothing is compressed
+//! ([`crate::copies`]).
+//!
+//! Word: bits 0-2 phase, 3-4 heat, 5 copy, 8-31 payload (staging frame, or the eviction clock).
 //!
 //! The tree has three levels of 512 under a root of 512 (48-bit addresses); nodes come from one mapped range and are
 //! never given back: 2 KiB for each 2 MiB of addresses that were ever evicted from, 0.1 %.
@@ -36,6 +39,8 @@ pub enum Phase {
 
 /// Highest heat: how many passes of the hand a page survives.
 pub const HEAT_MAX: u32 = 3;
+
+const COPY: u32 = 1 << 5;
 
 /// One page's word, decoded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -74,6 +79,20 @@ impl Word {
 
     pub fn with_heat(self, heat: u32) -> Word {
         Word(self.0 & !(3 << 3) | heat.min(HEAT_MAX) << 3)
+    }
+
+    /// Whether the pool has something under the page's number.
+    pub fn is_in_pool(self) -> bool {
+        self.phase() == Phase::Stored || self.has_copy()
+    }
+
+    /// Whether a page that is resident is in the pool, too, as it was when it came from there.
+    pub fn has_copy(self) -> bool {
+        self.0 & COPY != 0
+    }
+
+    pub fn with_copy(self, copy: bool) -> Word {
+        Word(self.0 & !COPY | if copy { COPY } else { 0 })
     }
 
     pub fn with_payload(self, payload: u32) -> Word {
@@ -222,6 +241,9 @@ mod tests {
         assert_eq!((word.phase(), word.heat(), word.payload()), (Phase::Stored, 3, 0xff_ffff));
         let word = word.with_phase(Phase::Staged).with_heat(0).with_payload(7);
         assert_eq!((word.phase(), word.heat(), word.payload()), (Phase::Staged, 0, 7));
+        assert!(!word.has_copy() && word.with_copy(true).has_copy() && word.with_copy(true).with_copy(false) == word);
+        let word = word.with_copy(true).with_phase(Phase::Resident).with_heat(2);
+        assert_eq!((word.phase(), word.heat(), word.payload(), word.is_in_pool()), (Phase::Resident, 2, 7, true));
     }
 
     #[test]

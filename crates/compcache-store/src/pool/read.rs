@@ -49,6 +49,12 @@ impl Pool {
         self.read_from(worker, index, page, start_ns, false).0
     }
 
+    /// Whether page `index` holds exactly what `page` does: decoded into `buffer` and compared. For owners that keep a
+    /// page stored while they have it in memory, and would write it again. Counts as no read.
+    pub fn holds(&self, worker: &mut Worker, index: PageIndex, page: &Page, buffer: &mut Page) -> bool {
+        self.read_page(worker, index, buffer, false) == Ok(Read::Done) && buffer == page
+    }
+
     /// Reads page `index` into `page` and discards it, in one step: for owners that have the page in memory from then on.
     ///
     /// # Errors
