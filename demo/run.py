@@ -4,8 +4,8 @@
 
 The program (heap.py) is run alone first, to learn how much memory it needs. Then it gets two fifths of that, by
 `compcache run --ram`. Where the machine has kernel zram (root, /dev/zram* free), the same program then runs in a memory
-cgroup of the size that stayed resident under compcache, with zram (lz4) as swap: the same resident memory on both sides,
-so what they hold in all can be compared.
+cgroup of the size that stayed resident under compcache when most was stored, with zram (lz4) as swap: about the same memory in
+all on both sides, so the times can be compared.
 """
 
 import json
@@ -67,9 +67,9 @@ def main():
         with open(stats) as file:
             ours = json.load(file)
 
-        resident = ours["resident_peak_bytes"]
+        resident = ours["total_peak_bytes"] - ours["mem_used_at_peak_bytes"]
         print("\n3. Kernel zram (lz4), a memory cgroup of the same resident size", flush=True)
-        zram = under_zram(bench, resident, program, scratch) if resident else "nothing was resident under compcache"
+        zram = under_zram(bench, resident, program, scratch) if ours["evicted_pages"] else "nothing was evicted under compcache"
     print()
 
     rows = [("alone", alone_s, need, need, wanted), ("compcache run", ours_s, resident, ours["total_peak_bytes"], got)]

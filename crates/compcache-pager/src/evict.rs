@@ -11,6 +11,7 @@
 //! The refault distance is `mm/workingset.c`.
 
 use crate::compress;
+use crate::cpus::Clear;
 use crate::events;
 use crate::fork;
 use crate::hand::Hand;
@@ -57,6 +58,7 @@ pub struct Evictor {
     pub(crate) hand: Hand,
     /// For comparing copies.
     buffer: Box<Page>,
+    clear: Clear,
     found: Box<Ranges<REGIONS_MAX>>,
     fresh: Box<Ranges<REGIONS_MAX>>,
     files: Option<Files>,
@@ -92,6 +94,7 @@ impl Evictor {
             maps: MapsBuffer::new(),
             hand: Hand::new(),
             buffer: Box::new([0; PAGE]),
+            clear: Clear::default(),
             // SAFETY: pairs of numbers are valid when zero.
             found: unsafe { boxed_zeroed() },
             // SAFETY: as above.
@@ -116,6 +119,7 @@ impl Evictor {
     /// The thread.
     pub fn run(&mut self, pager: &'static Pager) -> ! {
         sys::ask_for_short_slices(200_000);
+        self.clear = Clear::new();
         if !self.recover {
             let seen = pager.bell.load(Acquire);
             lock::wait(&pager.bell, seen, Some(FIRST_NAP_NS));
@@ -137,6 +141,7 @@ impl Evictor {
                 None => self.look(pager).map_or(NAP_MAX_NS, |_| NAP_MAX_NS),
             };
             lock::wait(&pager.bell, seen, Some(nap_ns));
+            self.clear.keep_clear(pager);
         }
     }
 
@@ -410,8 +415,10 @@ impl Evictor {
                 return Evicted::Enough;
             }
             if fruitless > 2 {
-                pager.exhausted.store(true, Release);
-                state.raise_floor(self.looked_at_ns);
+                // The map is read again before this is believed: there may be memory that is not registered yet.
+                if pager.exhausted.swap(true, AcqRel) {
+                    state.raise_floor(self.looked_at_ns);
+                }
                 pager.tell_progress();
                 return Evicted::Enough;
             }

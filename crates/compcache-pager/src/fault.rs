@@ -10,6 +10,7 @@
 
 use crate::compress;
 use crate::copies;
+use crate::cpus::Follower;
 use crate::fork;
 use crate::lock::{self, Guard};
 use crate::memory::PAGE;
@@ -32,10 +33,6 @@ const PENDING: usize = 512;
 /// Pages looked at for where a stream goes on behind those that are there: a microsecond, and a stream that begins anew
 /// costs several faults.
 const LOOKED_AHEAD: i64 = 512;
-/// Faults between two looks at where they come from: a look costs about as much as a fault.
-const FAULTS_BETWEEN_LOOKS: u32 = 32;
-/// The same before it is known where they come from.
-const FAULTS_BEFORE_A_LOOK: u32 = 8;
 /// How long the handler waits for the evictor to free a frame before it lets the process grow.
 const WAIT_FOR_FRAME_NS: u64 = 2_000_000;
 
@@ -59,10 +56,7 @@ pub struct Handler {
     streams: Streams,
     /// A fault that must be answered anew, and what was decided for it.
     unanswered: Option<(u64, Window)>,
-    /// The processor this thread is bound to, and where faults were last seen to come from.
-    cpu: Option<u32>,
-    seen_cpu: Option<u32>,
-    until_look: u32,
+    follower: Follower,
 }
 
 /// How an attempt to answer went.
@@ -95,9 +89,7 @@ impl Handler {
             early: unsafe { boxed_zeroed() },
             streams: Streams::default(),
             unanswered: None,
-            cpu: None,
-            seen_cpu: None,
-            until_look: FAULTS_BEFORE_A_LOOK,
+            follower: Follower::default(),
         })
     }
 
@@ -106,7 +98,7 @@ impl Handler {
         self.pending_len = 0;
         self.early.clear();
         self.unanswered = None;
-        self.cpu = None;
+        self.follower.reset();
     }
 
     /// The thread.
@@ -128,7 +120,7 @@ impl Handler {
                 let fault = self.pending[self.pending_len];
                 state = self.answer(pager, &channel, state, fault);
                 answered += 1;
-                self.follow(fault.thread);
+                self.follower.note_fault(pager, fault.thread);
             }
             let low = state.estimate_pages() + state.reserve_pages() / 2 > state.limit_pages;
             drop(state);
@@ -607,30 +599,6 @@ impl Handler {
             Some(_) => channel.uffd.wake(page as usize * PAGE, PAGE),
         }
         Answer::Done
-    }
-
-    /// Stays on the processor of the thread that faults: a handler elsewhere must be woken across processors, which costs
-    /// five times the fault itself.
-    fn follow(&mut self, thread: u32) {
-        self.until_look -= 1;
-        if self.until_look > 0 {
-            return;
-        }
-        self.until_look = FAULTS_BETWEEN_LOOKS;
-        let Some(cpu) = crate::process::cpu_of(thread) else { return };
-        // Two looks must agree: several threads that fault in turn would have us run after each.
-        let agreed = self.seen_cpu.replace(cpu) == Some(cpu);
-        if !agreed {
-            self.until_look = FAULTS_BEFORE_A_LOOK;
-        }
-        if !agreed || self.cpu == Some(cpu) {
-            return;
-        }
-        let mut mask = [0u64; 16];
-        mask[cpu as usize / 64 % 16] = 1 << (cpu % 64);
-        if sys::set_affinity(&mask) {
-            self.cpu = Some(cpu);
-        }
     }
 }
 

@@ -24,7 +24,7 @@ use crate::shared::Trouble;
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
 use crate::uffd::{Message, Uffd};
-use crate::{compress, copies, events, process, sys};
+use crate::{compress, copies, cpus, events, process, sys};
 use compcache_store::{Page, PageIndex, Read, Worker};
 use core::ops::Range;
 use core::sync::atomic::{AtomicU32, Ordering::*};
@@ -259,6 +259,7 @@ pub unsafe fn child(pager: &'static Pager) {
         pager.pool.free_reader_after_fork(PageIndex(pager.frozen_read.load(Acquire)));
     }
     pager.frozen.store(false, Release);
+    pager.handler_cpu.store(cpus::NONE, Release);
     // Locks are not inherited.
     pager.remapping.locked.store(false, Release);
     pager.fork_turn.stage.store(IDLE, Release);

@@ -34,6 +34,7 @@ extern crate alloc;
 #[allow(unsafe_code, reason = "reads frames of staging")]
 mod compress;
 mod copies;
+mod cpus;
 mod events;
 #[allow(unsafe_code, reason = "makes its buffers")]
 mod evict;

@@ -21,6 +21,7 @@
 //! process (`fork`).
 
 use crate::copies::Copies;
+use crate::cpus;
 use crate::events::EventLog;
 use crate::evict::Evictor;
 use crate::fault::Handler;
@@ -240,6 +241,8 @@ pub struct Pager {
     pub(crate) frozen: AtomicBool,
     /// The page last read from the pool while frozen.
     pub(crate) frozen_read: AtomicU64,
+    /// The processor the handler has bound itself to, or [`cpus::NONE`].
+    pub(crate) handler_cpu: AtomicU32,
     /// The evictor sleeps on this word; any change wakes it.
     pub(crate) bell: AtomicU32,
     /// The handler wants the lock: the evictor, which takes it again and again, lets it go first.
@@ -320,6 +323,7 @@ impl Pager {
             armed: AtomicBool::new(false),
             frozen: AtomicBool::new(false),
             frozen_read: AtomicU64::new(0),
+            handler_cpu: AtomicU32::new(cpus::NONE),
             bell: AtomicU32::new(0),
             turn: Turn::new(),
             exhausted: AtomicBool::new(false),

@@ -33,7 +33,7 @@ pub fn anonymous_pages(statm: BorrowedFd<'_>) -> Option<u64> {
     Some(resident.saturating_sub(shared))
 }
 
-fn number(digits: &[u8]) -> Option<u64> {
+pub fn number(digits: &[u8]) -> Option<u64> {
     let digits = digits.strip_suffix(b"\n").unwrap_or(digits);
     (!digits.is_empty()).then_some(())?;
     digits.iter().try_fold(0u64, |value, &digit| digit.is_ascii_digit().then(|| value * 10 + u64::from(digit - b'0')))
@@ -52,20 +52,8 @@ pub fn for_each_thread(mut each: impl FnMut(u32)) {
     }
 }
 
-/// The processor a thread of this process last ran on.
-pub fn cpu_of(thread: u32) -> Option<u32> {
-    let mut path = [0u8; 64];
-    let path = thread_path(thread, &mut path)?;
-    let file = open(path)?;
-    let mut text = [0u8; 512];
-    let read = rustix::io::read(&file, &mut text).ok()?;
-    // The name, field 2, may contain anything: fields are counted from the last parenthesis.
-    let after_name = text[..read].iter().rposition(|&byte| byte == b')')? + 2;
-    let field = text[after_name..read].split(|&byte| byte == b' ').nth(39 - 3)?;
-    number(field).map(|cpu| cpu as u32)
-}
-
-fn thread_path(thread: u32, buffer: &mut [u8; 64]) -> Option<&core::ffi::CStr> {
+/// The file that tells where a thread of this process runs, among other things.
+pub fn thread_path(thread: u32, buffer: &mut [u8; 64]) -> Option<&core::ffi::CStr> {
     use core::fmt::Write;
     struct Text<'a>(&'a mut [u8; 64], usize);
     impl Write for Text<'_> {

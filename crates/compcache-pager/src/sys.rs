@@ -29,7 +29,6 @@ const SYS_IOCTL: usize = 16;
 const SYS_MREMAP: usize = 25;
 const SYS_CAPSET: usize = 126;
 const SYS_FUTEX: usize = 202;
-const SYS_SCHED_SETAFFINITY: usize = 203;
 const SYS_SET_ROBUST_LIST: usize = 273;
 const SYS_GET_ROBUST_LIST: usize = 274;
 const SYS_PROCESS_VM_READV: usize = 310;
@@ -172,12 +171,6 @@ pub fn ask_for_short_slices(slice_ns: u64) {
     let attr = SchedAttr { size, policy: 0, flags: 0, nice: 0, priority: 0, runtime: slice_ns, deadline: 0, period: 0 };
     // SAFETY: the kernel reads `size` bytes of the structure and keeps no pointer.
     let _ = unsafe { call(SYS_SCHED_SETATTR, [0, &raw const attr as usize, 0, 0]) };
-}
-
-/// Binds the calling thread to the processors of `mask`. Returns whether the kernel agreed.
-pub fn set_affinity(mask: &[u64; 16]) -> bool {
-    // SAFETY: the kernel reads the mask of the given size and keeps no pointer.
-    unsafe { call(SYS_SCHED_SETAFFINITY, [0, size_of_val(mask), mask.as_ptr() as usize, 0]) }.is_ok()
 }
 
 /// The list the kernel walks when a thread ends: each futex word on it that holds the thread's id is marked
