@@ -9,6 +9,7 @@ use crate::process;
 use crate::staging::{Frame, GROUP};
 use crate::table::{Phase, Word};
 use compcache_store::{Page, PageIndex, Worker};
+use core::sync::atomic::Ordering::Relaxed;
 
 /// Pages of a group that are being compressed.
 pub struct Batch {
@@ -66,6 +67,9 @@ pub fn settle(pager: &Pager, state: &mut State, batch: &Batch) {
     let &Batch { group, taken, copies, equal, stored, .. } = batch;
     state.under_way -= 1;
     state.copies.compared(copies.count_ones(), equal.count_ones());
+    if let Some(slot) = pager.slot() {
+        slot.counters.unchanged_pages.fetch_add(u64::from(equal.count_ones()), Relaxed);
+    }
     // As they are called now: a page may have been moved meanwhile.
     let pages = state.staging.groups[group].pages;
     let clock = (state.eviction_clock >> 6) as u32 & 0xff_ffff;

@@ -70,6 +70,29 @@ fn a_flipped_bit_in_a_stored_object_is_reported_and_never_returned() {
 
 /// Of the two words of a slot only the age may change unnoticed.
 #[test]
+fn a_page_is_held_only_as_it_was_written() {
+    let store = store(u64::MAX);
+    let (pool, mut worker) = pool(&store);
+    let mut buffer = [0; 4096];
+    for codec in [Codec::Lz4, Codec::Zstd { level: 1 }] {
+        pool.set_codec(codec).unwrap();
+        // Compressed, raw, same-filled.
+        for page in [page_of(1, 40), page_of(2, 100), [0x5a; 4096]] {
+            assert!(!pool.holds(&mut worker, PageIndex(7), &page, &mut buffer), "absent");
+            pool.write(&mut worker, PageIndex(7), &page).unwrap();
+            assert!(pool.holds(&mut worker, PageIndex(7), &page, &mut buffer));
+            for at in (0..4096).step_by(13).chain([4095]) {
+                let mut changed = page;
+                changed[at] ^= 1;
+                assert!(!pool.holds(&mut worker, PageIndex(7), &changed, &mut buffer), "{codec:?}, byte {at}");
+            }
+            assert!(pool.discard(PageIndex(7)));
+        }
+    }
+    assert!(!pool.holds(&mut worker, PageIndex(PageIndex::LIMIT), &buffer.clone(), &mut buffer));
+}
+
+#[test]
 fn a_flipped_bit_in_a_slot_never_yields_another_page() {
     let store = store(u64::MAX);
     let (pool, mut worker) = pool(&store);

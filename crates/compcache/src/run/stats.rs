@@ -58,6 +58,8 @@ pub struct Stats {
     pub evicted_pages: u64,
     /// Of those, the ones touched before they were compressed.
     pub refaults_staged: u64,
+    /// Evicted pages that had not changed since they came back from the pool: they were not compressed again.
+    pub unchanged_pages: u64,
     /// Pages brought back before they were asked for.
     pub readahead_pages: u64,
     /// Of those, the ones that saved a fault.
@@ -109,6 +111,7 @@ impl Stats {
             faults_stored: sum(|counters| &counters.faults_stored),
             evicted_pages: sum(|counters| &counters.evicted_pages),
             refaults_staged: sum(|counters| &counters.refaults_staged),
+            unchanged_pages: sum(|counters| &counters.unchanged_pages),
             readahead_pages: sum(|counters| &counters.readahead_pages),
             readahead_hits: sum(|counters| &counters.readahead_hits),
             fault_p50_ns: quantile_ns(&faults_of, 0.50),

@@ -82,7 +82,12 @@ fn write_screen(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
     row(
         out,
         "evicted pages",
-        format!("{}, second chances {}", count(stats.evicted_pages), count(stats.refaults_staged)),
+        format!(
+            "{}, second chances {}, unchanged {}",
+            count(stats.evicted_pages),
+            count(stats.refaults_staged),
+            count(stats.unchanged_pages)
+        ),
     )?;
     let hits = percent(stats.readahead_hits, stats.readahead_pages);
     row(out, "read-ahead", format!("{} pages, {hits} were hits", count(stats.readahead_pages)))?;

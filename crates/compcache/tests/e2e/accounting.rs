@@ -178,6 +178,10 @@ fn a_scan_finds_a_part_of_its_memory_still_there() {
     let (pages, brought) = (64 * MIB / 4096 * PASSES, outcome.stat("faults_stored") + outcome.stat("readahead_pages"));
     eprintln!("{brought} of {pages} pages came from the pool");
     assert!(brought * 10 <= pages * 9, "{brought} of {pages} pages came from the pool: {:#?}", outcome.stats);
+    // What was only read leaves as it came.
+    let (unchanged, evicted) = (outcome.stat("unchanged_pages"), outcome.stat("evicted_pages"));
+    eprintln!("{unchanged} of {evicted} pages left unchanged");
+    assert!(unchanged * 2 >= evicted, "{unchanged} of {evicted} pages were not compressed again: {:#?}", outcome.stats);
 }
 
 #[test]
