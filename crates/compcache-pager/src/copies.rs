@@ -5,8 +5,8 @@
 //! decoded and compared: what is equal is stored already, which takes a third of the time. Nothing is believed: a page that
 //! was written to differs, and is compressed as any other.
 //!
-//! Copies cost what their objects take, for a tenth of the resident pages at most. They are dropped when a page leaves the
-//! queue and stays. A comparison in vain costs a third of what an equal page saves twice over; where pages are mostly
+//! Copies cost what their objects take; there are at most twice as many as the small queue has room for. One is dropped when its page
+//! leaves the queue and stays. A comparison in vain costs a third of what an equal page saves twice over; where pages are mostly
 //! written to, only one of 32 keeps its copy, to notice when that changes.
 //!
 //! # Source
@@ -31,13 +31,27 @@ const TRIAL: u32 = 32;
 pub struct Copies {
     score: i32,
     pages: u32,
+    kept: u64,
 }
 
 impl Copies {
-    /// Whether the next page that could keep its copy does.
-    pub fn pay(&mut self) -> bool {
+    /// How many there are.
+    pub fn kept(&self) -> u64 {
+        self.kept
+    }
+
+    /// Whether the next page that could keep its copy does; then it is counted. At most `most` do.
+    pub fn keep(&mut self, most: u64) -> bool {
         self.pages = self.pages.wrapping_add(1);
-        self.score >= 0 || self.pages.is_multiple_of(TRIAL)
+        let keep = self.kept < most && (self.score >= 0 || self.pages.is_multiple_of(TRIAL));
+        self.kept += u64::from(keep);
+        keep
+    }
+
+    /// A copy is none any more.
+    pub fn dropped(&mut self) {
+        debug_assert!(self.kept > 0);
+        self.kept = self.kept.saturating_sub(1);
     }
 
     /// So many pages left that had copies; of them so many had not changed.
@@ -47,10 +61,13 @@ impl Copies {
     }
 }
 
-/// Drops what the pool has of a page, whether the page is stored or has a copy.
-pub fn drop_object(pager: &Pager, page: u64, word: Word) {
+/// Drops what the pool has of a page, whether the page is stored or has a copy. Its word must be changed.
+pub fn drop_object(pager: &Pager, state: &mut State, page: u64, word: Word) {
     if word.is_in_pool() {
         let _ = pager.pool.discard(PageIndex(page));
+    }
+    if word.has_copy() {
+        state.copies.dropped();
     }
 }
 
@@ -59,7 +76,7 @@ pub fn drop_copies(pager: &Pager, state: &mut State, pages: Range<u64>) {
     for page in pages {
         let word = state.table.get(page);
         if word.has_copy() {
-            drop_object(pager, page, word);
+            drop_object(pager, state, page, word);
             state.table.update(page, word.with_copy(false));
         }
     }
@@ -72,11 +89,19 @@ mod tests {
     #[test]
     fn copies_are_kept_while_they_pay_and_tried_again_when_they_did_not() {
         let mut copies = Copies::default();
-        let kept = |copies: &mut Copies| (0..320).filter(|_| copies.pay()).count();
+        let kept = |copies: &mut Copies| (0..320).filter(|_| copies.keep(u64::MAX)).count();
         assert_eq!(kept(&mut copies), 320);
         copies.compared(1000, 300);
         assert_eq!(kept(&mut copies), 10);
         (0..6).for_each(|_| copies.compared(100, 80));
         assert_eq!(kept(&mut copies), 320);
+    }
+
+    #[test]
+    fn no_more_are_kept_than_may_be() {
+        let mut copies = Copies::default();
+        assert_eq!((0..20).filter(|_| copies.keep(7)).count(), 7);
+        copies.dropped();
+        assert_eq!((copies.keep(7), copies.keep(7), copies.kept()), (true, false, 7));
     }
 }

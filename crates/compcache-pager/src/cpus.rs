@@ -6,8 +6,9 @@
 //! and back again when the handler has come after it. So the evictor, when the handler moves, keeps the processor that it left
 //! busy for the program's next few faults; by then the kernel has forgotten it (docs/decisions/0013).
 
+use crate::fork;
 use crate::pager::{Pager, clock_ns};
-use crate::process::{self, number, out_of_the_way, thread_path};
+use crate::process::{self, number, thread_path, with_high_number};
 use core::sync::atomic::Ordering::*;
 use rustix::fd::OwnedFd;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -68,11 +69,13 @@ impl Follower {
             self.until_look = 1;
             return;
         }
-        if !core::mem::replace(&mut self.is_one_thread, true) {
+        let is_one_thread = core::mem::replace(&mut self.is_one_thread, true);
+        if !is_one_thread {
             self.until_look = FAULTS_AFTER_A_MOVE;
         }
         if run_on(&only(cpu)) {
             self.cpu = Some(cpu);
+            pager.handler_moved_ns.store(if is_one_thread { clock_ns() } else { 0 }, Relaxed);
             pager.handler_cpu.store(cpu, Release);
             pager.ring();
         }
@@ -94,46 +97,63 @@ impl Clear {
         Clear { cpus: sched_getaffinity(None).unwrap_or_default(), ..Clear::default() }
     }
 
-    /// The handler may have moved.
-    pub fn keep_clear(&mut self, pager: &Pager) {
+    /// The handler may have moved: leaves its processor. Returns the one it has left.
+    pub fn keep_clear(&mut self, pager: &Pager) -> Option<u32> {
         let cpu = pager.handler_cpu.load(Acquire);
         if cpu == NONE || self.of == Some(cpu) {
-            return;
-        }
-        let left = self.of.replace(cpu);
-        let now_ns = clock_ns();
-        let settled_lately = now_ns < self.settled_at_ns + BETWEEN_SETTLES_NS;
-        if left.is_some_and(|left| !settled_lately && run_on(&only(left))) {
-            self.settled_at_ns = now_ns + SETTLE_NS;
-            while clock_ns() < self.settled_at_ns {
-                core::hint::spin_loop();
-            }
+            return None;
         }
         let mut others = self.cpus;
         others.unset(cpu as usize);
-        if others.count() > 0 {
-            run_on(&others);
+        run_on(if others.count() > 0 { &others } else { &self.cpus });
+        self.of.replace(cpu)
+    }
+
+    /// As [`Clear::keep_clear`], when there is nothing else to do: if the handler moved just now, keeps the processor busy that
+    /// it left.
+    pub fn settle(&mut self, pager: &Pager) {
+        let Some(left) = self.keep_clear(pager) else { return };
+        let now_ns = clock_ns();
+        let moved_lately = now_ns < pager.handler_moved_ns.load(Relaxed) + SETTLE_NS / 2;
+        let settled_lately = now_ns < self.settled_at_ns + BETWEEN_SETTLES_NS;
+        if !moved_lately || settled_lately || !self.cpus.is_set(left as usize) || !run_on(&only(left)) {
+            return;
         }
+        self.settled_at_ns = now_ns + SETTLE_NS;
+        while clock_ns() < self.settled_at_ns && !fork::is_asked(pager) {
+            core::hint::spin_loop();
+        }
+        self.of = None;
+        self.keep_clear(pager);
     }
 }
 
-/// Where a thread of this process runs. Its file stays open, so that a look costs a microsecond.
+/// Where a thread of this process runs.
 struct Watched {
     thread: u32,
-    stat: OwnedFd,
+    /// Open, so that a look costs a microsecond; but no low number is kept, which may be the last.
+    stat: Option<OwnedFd>,
 }
 
 impl Watched {
     fn open(thread: u32) -> Option<Watched> {
+        let stat = Watched::stat_of(thread)?;
+        Some(Watched { thread, stat: with_high_number(&stat) })
+    }
+
+    fn stat_of(thread: u32) -> Option<OwnedFd> {
         let mut path = [0u8; 64];
-        let stat = process::open(thread_path(thread, &mut path)?)?;
-        Some(Watched { thread, stat: out_of_the_way(stat) })
+        process::open(thread_path(thread, &mut path)?)
     }
 
     /// The processor it last ran on; `None` when it has ended.
     fn cpu(&self) -> Option<u32> {
         let mut text = [0u8; 512];
-        let read = rustix::io::pread(&self.stat, &mut text, 0).ok()?;
+        let read = match &self.stat {
+            Some(stat) => rustix::io::pread(stat, &mut text, 0),
+            None => rustix::io::pread(Watched::stat_of(self.thread)?, &mut text, 0),
+        };
+        let read = read.ok()?;
         // The name, field 2, may contain anything: fields are counted from the last parenthesis.
         let after_name = text[..read].iter().rposition(|&byte| byte == b')')? + 2;
         let field = text.get(after_name..read)?.split(|&byte| byte == b' ').nth(39 - 3)?;

@@ -344,7 +344,7 @@ pub fn move_range(pager: &Pager, state: &mut State, from: usize, to: usize, len:
 /// Drops what is kept of a range: stored copies at once; staged frames become garbage when their group's turn comes.
 pub fn forget_contents(pager: &Pager, state: &mut State, range: Range<usize>) {
     for_each_known(state, pages(&range), |state, page, word| {
-        copies::drop_object(pager, page, word);
+        copies::drop_object(pager, state, page, word);
         state.table.update(page, Word::UNKNOWN);
     });
 }

@@ -68,6 +68,8 @@ pub struct Evictor {
     busy_at_ns: u64,
     /// Times in a row that the map was still changing when it had been read: a mapping may be registered in part.
     unfinished: u32,
+    /// The map was read just now, and nothing was in it that is not registered.
+    has_all: bool,
     /// Set in a copy of a process that was paged: it must be again before its fork returns.
     pub recover: bool,
 }
@@ -81,6 +83,8 @@ struct Files {
 struct Look {
     /// Pages above (positive) or below the limit.
     over_pages: i64,
+    /// Pages must leave, if only to make room for those that come.
+    evicts: bool,
     /// Pages resident beyond what was known to the pager: something grew that is not registered.
     unknown_growth: u64,
     idle: bool,
@@ -105,6 +109,7 @@ impl Evictor {
             cpu_ns: 0,
             busy_at_ns: clock_ns(),
             unfinished: 0,
+            has_all: false,
             recover: false,
         })
     }
@@ -141,7 +146,7 @@ impl Evictor {
                 None => self.look(pager).map_or(NAP_MAX_NS, |_| NAP_MAX_NS),
             };
             lock::wait(&pager.bell, seen, Some(nap_ns));
-            self.clear.keep_clear(pager);
+            self.clear.settle(pager);
         }
     }
 
@@ -172,7 +177,8 @@ impl Evictor {
             if over && !armed && !self.arm(pager, channel) {
                 return NAP_MAX_NS;
             }
-            let has_more = over && (look.unknown_growth > 16 || pager.exhausted.load(Acquire));
+            let has_more = over && look.unknown_growth > 16 || look.evicts && pager.exhausted.load(Acquire);
+            self.has_all = false;
             if armed && matches!(channel.way, Way::Remap) && !self.may_evict(pager) {
                 pager.exhausted.store(true, Release);
                 pager.tell_progress();
@@ -221,13 +227,14 @@ impl Evictor {
         state.resident_pages = resident;
         state.grown_pages = 0;
         state.now_s = (now_ns / 1_000_000_000) as u32 & 0xff_ffff;
-        publish(pager, resident, ours);
+        publish(pager, resident, ours, state.copies.kept());
         let totals = pager.region.totals();
         let headroom_bytes = headroom_bytes(pager.region, &totals);
         let headroom = share_of(headroom_bytes / PAGE as i64, resident, &totals);
         let least = least_pages(pager.region, &totals).max(state.floor_pages(now_ns));
         state.limit_pages = least.max((resident as i64 + headroom).max(0) as u64);
-        Some(Look { over_pages: resident as i64 - state.limit_pages as i64, unknown_growth, idle })
+        let evicts = resident + state.reserve_pages() / 2 > state.limit_pages;
+        Some(Look { over_pages: resident as i64 - state.limit_pages as i64, evicts, unknown_growth, idle })
     }
 
     /// Starts the handler and registers what there is.
@@ -387,7 +394,7 @@ impl Evictor {
                 register(channel, &state, range, fresh);
             }
             if fresh.len() == 0 {
-                self.unfinished = 0;
+                (self.unfinished, self.has_all) = (0, true);
                 return;
             }
             maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
@@ -403,6 +410,7 @@ impl Evictor {
         let (mut fruitless, mut unshared, mut evicting) = (0, 0, false);
         for _ in 0..STEPS_BETWEEN_LOOKS {
             fork::serve(pager);
+            self.clear.keep_clear(pager);
             pager.turn.let_go_first();
             let mut state = pager.state.lock();
             if pager.frozen.load(Acquire) {
@@ -415,8 +423,9 @@ impl Evictor {
                 return Evicted::Enough;
             }
             if fruitless > 2 {
-                // The map is read again before this is believed: there may be memory that is not registered yet.
-                if pager.exhausted.swap(true, AcqRel) {
+                pager.exhausted.store(true, Release);
+                // Not before the map was read again: there may be memory that is not registered yet.
+                if self.has_all {
                     state.raise_floor(self.looked_at_ns);
                 }
                 pager.tell_progress();
@@ -541,15 +550,16 @@ fn take_registered(
     }
 }
 
-fn publish(pager: &Pager, resident_pages: u64, ours_bytes: u64) {
+fn publish(pager: &Pager, resident_pages: u64, ours_bytes: u64, copies: u64) {
     let Some(slot) = pager.slot() else { return };
     let stats = pager.pool.stats();
     let gauges = &slot.gauges;
     gauges.resident_bytes.store(resident_pages * PAGE as u64, Relaxed);
     gauges.ours_bytes.store(ours_bytes, Relaxed);
-    gauges.pages_stored.store(stats.pages_stored(), Relaxed);
+    // A page that is resident and has a copy is not stored: only what the copy takes counts.
+    gauges.pages_stored.store(stats.pages_stored().saturating_sub(copies), Relaxed);
     gauges.same_pages.store(stats.same_pages, Relaxed);
-    gauges.orig_data_bytes.store(stats.orig_data_size, Relaxed);
+    gauges.orig_data_bytes.store(stats.orig_data_size.saturating_sub(copies * PAGE as u64), Relaxed);
     gauges.compr_data_bytes.store(stats.compr_data_size, Relaxed);
     gauges.mem_used_total_bytes.store(pager.store.mem_used_total_bytes(), Relaxed);
 }

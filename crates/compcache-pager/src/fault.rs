@@ -17,6 +17,7 @@ use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State, Way, boxed_zeroed, clock_ns};
 use crate::remap::Early;
 use crate::shared::Trouble;
+use crate::small::SmallQueue;
 use crate::streams::{Streams, Window};
 use crate::sys::{self, Errno};
 use crate::table::{HEAT_MAX, Phase, Word};
@@ -474,9 +475,10 @@ impl Handler {
             // Back sooner than everything resident could have been evicted: it belongs to the working set.
             let returns = age << 6 < state.limit_pages;
             let heat = if returns && page == run.asked { 2 } else { 0 };
-            let copy = !returns && matches!(channel.way, Way::Move { .. }) && state.copies.pay();
+            let may_keep = !returns && word.phase() == Phase::Stored && matches!(channel.way, Way::Move { .. });
+            let copy = may_keep && state.copies.keep(2 * SmallQueue::room(state.limit_pages));
             if !copy {
-                copies::drop_object(pager, page, word);
+                copies::drop_object(pager, state, page, word);
             }
             state.table.update(page, Word::new(Phase::Resident).with_heat(heat).with_copy(copy));
             if !returns && let Some(pushed_out) = state.small.push(page..page + 1) {
@@ -501,6 +503,7 @@ impl Handler {
         match errno {
             Errno::EEXIST => {
                 self.loaded(pager, channel, state, run, stopped_at, 1);
+                copies::drop_copies(pager, state, stopped_at..stopped_at + 1);
                 channel.uffd.wake(stopped_at as usize * PAGE, PAGE);
                 if run.asked == stopped_at || (first..stopped_at).contains(&run.asked) {
                     Ok(done + 1)
@@ -606,7 +609,7 @@ impl Handler {
 fn note_fresh(pager: &Pager, state: &mut State, page: u64) {
     let word = state.table.get(page);
     if word != Word::UNKNOWN {
-        copies::drop_object(pager, page, word);
+        copies::drop_object(pager, state, page, word);
         state.table.update(page, Word::new(Phase::Resident));
     }
 }

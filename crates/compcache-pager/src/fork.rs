@@ -147,6 +147,11 @@ pub(crate) fn ask_to_keep(pager: &Pager) {
     ask(pager, IDLE);
 }
 
+/// Whether a thread of the program's waits for the evictor.
+pub fn is_asked(pager: &Pager) -> bool {
+    matches!(pager.fork_turn.stage.load(Relaxed), FREEZE | THAW | KEEP)
+}
+
 /// Called by the evictor whenever it is between two things: does what a thread of the program's has asked for.
 pub fn serve(pager: &Pager) {
     let stage = &pager.fork_turn.stage;
@@ -332,7 +337,7 @@ fn restore_all(pager: &Pager, worker: &mut Worker) {
                 process::die(pager, Trouble::LostPage);
             }
         }
-        copies::drop_object(pager, page, word);
+        copies::drop_object(pager, state, page, word);
         state.table.update(page, Word::UNKNOWN);
     });
 }

@@ -127,6 +127,8 @@ impl Hand {
             let before = core::mem::replace(&mut self.rest, rest);
             if small {
                 self.aside = before;
+            } else {
+                drop_copies_of(pager, state, before);
             }
         }
     }
@@ -151,9 +153,12 @@ impl Hand {
 
     /// Sees to it that there is something in `rest`: what is left of a run, or the next one. False when the hand has been
     /// everywhere.
-    pub fn next_run(&mut self, channel: &Channel, state: &mut State, wrapped: &mut u32) -> bool {
+    pub fn next_run(&mut self, pager: &Pager, channel: &Channel, state: &mut State, wrapped: &mut u32) -> bool {
         if self.generation != state.generation {
             self.generation = state.generation;
+            if self.is_small {
+                drop_copies_of(pager, state, self.rest.clone());
+            }
             self.reset();
         }
         if !self.rest.is_empty() {
@@ -219,7 +224,11 @@ impl Hand {
         let mut cold = None;
         while at < self.rest.end {
             let is_cold = if self.is_small {
-                is_still_there(state, at) && may_leave(pager, state, at)
+                let may_leave = is_still_there(state, at) && may_leave(pager, state, at);
+                if !may_leave {
+                    drop_copies_of(pager, state, at..at + PAGE);
+                }
+                may_leave
             } else {
                 is_cold(pager, state, at)
             };
@@ -289,6 +298,11 @@ impl Hand {
         };
         self.rest.start = (address + passed_over * PAGE).min(self.rest.end);
     }
+}
+
+/// Pages of the small queue stay after all.
+fn drop_copies_of(pager: &Pager, state: &mut State, addresses: Range<usize>) {
+    copies::drop_copies(pager, state, process::page_of(addresses.start)..process::page_of(addresses.end));
 }
 
 /// Leaves the oldest pages of the small queue to the hand, about a group of them.

@@ -89,7 +89,8 @@ impl Evictor {
         self.hand.begin_group(pager, channel, state);
         let (mut filled, mut wrapped, mut outcome) = (0, 0, Filled::Nothing);
         // Shared pages are made the process's own, and moved the next time, before the hand goes on.
-        while filled < GROUP && !self.hand.has_many_shared() && self.hand.next_run(channel, state, &mut wrapped) {
+        while filled < GROUP && !self.hand.has_many_shared() && self.hand.next_run(pager, channel, state, &mut wrapped)
+        {
             let (frame, room) = ((group * GROUP + filled) as Frame, GROUP - filled);
             let piece = match channel.way {
                 Way::Move { .. } => self.move_run(pager, channel, state, frame, room),
@@ -216,8 +217,9 @@ fn note_staged(pager: &Pager, state: &mut State, start: usize, frame: Frame, pag
         let object = PageIndex(process::page_of(state.staging.address(frame)));
         if word.has_copy() && pager.pool.move_slot(PageIndex(page), object) == Ok(true) {
             state.staging.groups[frame as usize / GROUP].copies |= 1 << place;
+            state.copies.dropped();
         } else {
-            copies::drop_object(pager, page, word);
+            copies::drop_object(pager, state, page, word);
         }
     }
     state.eviction_clock += pages as u64;

@@ -18,7 +18,12 @@ pub fn open(path: &core::ffi::CStr) -> Option<OwnedFd> {
 /// for what comes and goes: above all for the descriptor that the kernel hands over with the news of a fork, without
 /// which neither that news nor any after it can be read.
 pub fn out_of_the_way(descriptor: OwnedFd) -> OwnedFd {
-    rustix::io::fcntl_dupfd_cloexec(&descriptor, KEPT_FROM).unwrap_or(descriptor)
+    with_high_number(&descriptor).unwrap_or(descriptor)
+}
+
+/// The same file under a high number, if that is allowed.
+pub fn with_high_number(descriptor: &OwnedFd) -> Option<OwnedFd> {
+    rustix::io::fcntl_dupfd_cloexec(descriptor, KEPT_FROM).ok()
 }
 
 /// Kept descriptors are numbered from here: below what makes the kernel enlarge its table.

@@ -77,7 +77,12 @@ impl SmallQueue {
 
     /// Whether it holds more than its share of what may be resident.
     pub fn is_full(&self, limit_pages: u64) -> bool {
-        self.pages > (limit_pages / SHARE).max(PAGES_MIN)
+        self.pages > SmallQueue::room(limit_pages)
+    }
+
+    /// How many pages it holds before they leave first.
+    pub fn room(limit_pages: u64) -> u64 {
+        (limit_pages / SHARE).max(PAGES_MIN)
     }
 }
 
