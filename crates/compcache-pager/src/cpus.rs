@@ -3,10 +3,9 @@
 //! A fault is answered on the processor where it happened: to wake a handler elsewhere, and the program from there, takes
 //! 30 to 60 us where there are virtual processors, several times what the answer takes. The kernel does not know that the two
 //! take turns, and to it a processor that idles is wasted: it takes the program to the one that the handler has just left,
-//! and back again when the handler has come after it. So the evictor, when the handler moves, keeps the processor that it left
-//! busy for the program's next few faults; by then the kernel has forgotten it (docs/decisions/0013).
+//! and back again when the handler has come after it. So, when the handler has moved, the evictor keeps the processor that it left
+//! busy while the next fault is answered; after that the kernel has forgotten it (docs/decisions/0013).
 
-use crate::fork;
 use crate::pager::{Pager, clock_ns};
 use crate::process::{self, number, thread_path, with_high_number};
 use core::sync::atomic::Ordering::*;
@@ -19,9 +18,15 @@ pub const NONE: u32 = u32::MAX;
 const FAULTS_BETWEEN_LOOKS: u32 = 4;
 /// The same after the handler has moved, which costs as much as several faults, if several threads fault.
 const FAULTS_AFTER_A_MOVE: u32 = 32;
-/// How long a processor is kept busy that the handler has left, and the least time between two such.
-const SETTLE_NS: u64 = 200_000;
-const BETWEEN_SETTLES_NS: u64 = 200_000;
+/// How long the handler waits for the evictor to keep a processor busy, how long that does, and answers tried with it.
+const SETTLE_WAIT_NS: u64 = 100_000;
+const SETTLE_NS: u64 = 500_000;
+const SETTLE_TRIES: u32 = 2;
+
+// What the handler asks of the evictor, which answers by being there.
+pub const SETTLED: u32 = 0;
+const WANTED: u32 = 1;
+const BUSY: u32 = 2;
 
 /// The handler's: stays on the processor of the thread that faults.
 #[derive(Default)]
@@ -34,6 +39,8 @@ pub struct Follower {
     is_one_thread: bool,
     faults: u32,
     until_look: u32,
+    /// Answers still to be given while the processor that was left is kept busy.
+    unsettled: u32,
 }
 
 impl Follower {
@@ -41,11 +48,29 @@ impl Follower {
     pub fn reset(&mut self) {
         // Its descriptor was the parent's.
         core::mem::forget(self.watched.take());
-        self.cpu = None;
+        (self.cpu, self.unsettled) = (None, 0);
+    }
+
+    /// A fault is about to be answered: after a move, not before the evictor keeps the processor busy that was left.
+    pub fn before_answer(&mut self, pager: &Pager) {
+        if self.unsettled == 0 {
+            return;
+        }
+        self.unsettled -= 1;
+        pager.settle.store(WANTED, Release);
+        pager.ring();
+        let until_ns = clock_ns() + SETTLE_WAIT_NS;
+        while pager.settle.load(Acquire) == WANTED && clock_ns() < until_ns {
+            core::hint::spin_loop();
+        }
+        if pager.settle.load(Acquire) == BUSY {
+            self.unsettled = 0;
+        }
     }
 
     /// A thread has faulted, and has been answered.
     pub fn note_fault(&mut self, pager: &Pager, thread: u32) {
+        pager.settle.store(SETTLED, Release);
         let is_same = self.watched.as_ref().is_some_and(|watched| watched.thread == thread);
         self.is_one_thread &= is_same;
         self.faults += 1;
@@ -74,10 +99,10 @@ impl Follower {
             self.until_look = FAULTS_AFTER_A_MOVE;
         }
         if run_on(&only(cpu)) {
+            // Where several threads fault, the processor that was left may be another one's.
+            self.unsettled = if is_one_thread && self.cpu.is_some() { SETTLE_TRIES } else { 0 };
             self.cpu = Some(cpu);
-            pager.handler_moved_ns.store(if is_one_thread { clock_ns() } else { 0 }, Relaxed);
             pager.handler_cpu.store(cpu, Release);
-            pager.ring();
         }
     }
 }
@@ -85,10 +110,10 @@ impl Follower {
 /// The evictor's: keeps off the handler's processor, which is the program's, if there is another one.
 #[derive(Default)]
 pub struct Clear {
-    /// The processors this thread may use, and the one that it keeps off.
+    /// The processors this thread may use, the one that it keeps off, and the one before that.
     cpus: CpuSet,
     of: Option<u32>,
-    settled_at_ns: u64,
+    left: Option<u32>,
 }
 
 impl Clear {
@@ -97,34 +122,37 @@ impl Clear {
         Clear { cpus: sched_getaffinity(None).unwrap_or_default(), ..Clear::default() }
     }
 
-    /// The handler may have moved: leaves its processor. Returns the one it has left.
-    pub fn keep_clear(&mut self, pager: &Pager) -> Option<u32> {
+    /// If the handler has moved, leaves its processor.
+    pub fn keep_clear(&mut self, pager: &Pager) {
         let cpu = pager.handler_cpu.load(Acquire);
-        if cpu == NONE || self.of == Some(cpu) {
-            return None;
+        if cpu != NONE && self.of != Some(cpu) {
+            self.left = self.of.replace(cpu);
+            self.run_on_others();
         }
-        let mut others = self.cpus;
-        others.unset(cpu as usize);
-        run_on(if others.count() > 0 { &others } else { &self.cpus });
-        self.of.replace(cpu)
     }
 
-    /// As [`Clear::keep_clear`], when there is nothing else to do: if the handler moved just now, keeps the processor busy that
-    /// it left.
+    /// As [`Clear::keep_clear`]; and if the handler asks for it, keeps the processor busy that it left.
     pub fn settle(&mut self, pager: &Pager) {
-        let Some(left) = self.keep_clear(pager) else { return };
-        let now_ns = clock_ns();
-        let moved_lately = now_ns < pager.handler_moved_ns.load(Relaxed) + SETTLE_NS / 2;
-        let settled_lately = now_ns < self.settled_at_ns + BETWEEN_SETTLES_NS;
-        if !moved_lately || settled_lately || !self.cpus.is_set(left as usize) || !run_on(&only(left)) {
+        self.keep_clear(pager);
+        let Some(left) = self.left.filter(|&left| self.cpus.is_set(left as usize)) else { return };
+        if pager.settle.load(Acquire) != WANTED || !run_on(&only(left)) {
             return;
         }
-        self.settled_at_ns = now_ns + SETTLE_NS;
-        while clock_ns() < self.settled_at_ns && !fork::is_asked(pager) {
-            core::hint::spin_loop();
+        if pager.settle.compare_exchange(WANTED, BUSY, AcqRel, Relaxed).is_ok() {
+            let until_ns = clock_ns() + SETTLE_NS;
+            while pager.settle.load(Acquire) == BUSY && clock_ns() < until_ns {
+                core::hint::spin_loop();
+            }
         }
-        self.of = None;
-        self.keep_clear(pager);
+        self.run_on_others();
+    }
+
+    fn run_on_others(&self) {
+        let mut others = self.cpus;
+        if let Some(cpu) = self.of {
+            others.unset(cpu as usize);
+        }
+        run_on(if others.count() > 0 { &others } else { &self.cpus });
     }
 }
 

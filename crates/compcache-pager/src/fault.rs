@@ -119,6 +119,7 @@ impl Handler {
                 }
                 self.pending_len -= 1;
                 let fault = self.pending[self.pending_len];
+                self.follower.before_answer(pager);
                 state = self.answer(pager, &channel, state, fault);
                 answered += 1;
                 self.follower.note_fault(pager, fault.thread);

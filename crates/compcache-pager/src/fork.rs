@@ -147,11 +147,6 @@ pub(crate) fn ask_to_keep(pager: &Pager) {
     ask(pager, IDLE);
 }
 
-/// Whether a thread of the program's waits for the evictor.
-pub fn is_asked(pager: &Pager) -> bool {
-    matches!(pager.fork_turn.stage.load(Relaxed), FREEZE | THAW | KEEP)
-}
-
 /// Called by the evictor whenever it is between two things: does what a thread of the program's has asked for.
 pub fn serve(pager: &Pager) {
     let stage = &pager.fork_turn.stage;
@@ -265,6 +260,7 @@ pub unsafe fn child(pager: &'static Pager) {
     }
     pager.frozen.store(false, Release);
     pager.handler_cpu.store(cpus::NONE, Release);
+    pager.settle.store(cpus::SETTLED, Release);
     // Locks are not inherited.
     pager.remapping.locked.store(false, Release);
     pager.fork_turn.stage.store(IDLE, Release);

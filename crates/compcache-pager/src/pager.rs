@@ -243,8 +243,8 @@ pub struct Pager {
     pub(crate) frozen_read: AtomicU64,
     /// The processor the handler has bound itself to, or [`cpus::NONE`].
     pub(crate) handler_cpu: AtomicU32,
-    /// When it did, if for one thread alone.
-    pub(crate) handler_moved_ns: AtomicU64,
+    /// Whether the evictor is to keep a processor busy: [`crate::cpus`].
+    pub(crate) settle: AtomicU32,
     /// The evictor sleeps on this word; any change wakes it.
     pub(crate) bell: AtomicU32,
     /// The handler wants the lock: the evictor, which takes it again and again, lets it go first.
@@ -326,7 +326,7 @@ impl Pager {
             frozen: AtomicBool::new(false),
             frozen_read: AtomicU64::new(0),
             handler_cpu: AtomicU32::new(cpus::NONE),
-            handler_moved_ns: AtomicU64::new(0),
+            settle: AtomicU32::new(cpus::SETTLED),
             bell: AtomicU32::new(0),
             turn: Turn::new(),
             exhausted: AtomicBool::new(false),
