@@ -51,12 +51,16 @@ impl Follower {
         (self.cpu, self.unsettled) = (None, 0);
     }
 
-    /// A fault is about to be answered: after a move, not before the evictor keeps the processor busy that was left.
+    /// A fault is about to be answered: after a move, not before the evictor keeps the processor busy that was left. An evictor at
+    /// work is waited for by nobody. The caller does not hold the lock, for the evictor may want it.
     pub fn before_answer(&mut self, pager: &Pager) {
         if self.unsettled == 0 {
             return;
         }
         self.unsettled -= 1;
+        if !pager.evictor_sleeps.load(Acquire) {
+            return;
+        }
         pager.settle.store(WANTED, Release);
         pager.ring();
         let until_ns = clock_ns() + SETTLE_WAIT_NS;

@@ -145,7 +145,9 @@ impl Evictor {
                 Some(channel) => self.tick(pager, &channel),
                 None => self.look(pager).map_or(NAP_MAX_NS, |_| NAP_MAX_NS),
             };
+            pager.evictor_sleeps.store(true, Release);
             lock::wait(&pager.bell, seen, Some(nap_ns));
+            pager.evictor_sleeps.store(false, Release);
             self.clear.settle(pager);
         }
     }

@@ -109,6 +109,7 @@ impl Handler {
         loop {
             channel.uffd.wait(-1);
             let begun = clock_ns();
+            self.follower.before_answer(pager);
             let mut state = self.lock(pager, &channel);
             state = self.catch_up(pager, &channel, state, false);
             let mut answered = 0;
@@ -119,7 +120,6 @@ impl Handler {
                 }
                 self.pending_len -= 1;
                 let fault = self.pending[self.pending_len];
-                self.follower.before_answer(pager);
                 state = self.answer(pager, &channel, state, fault);
                 answered += 1;
                 self.follower.note_fault(pager, fault.thread);

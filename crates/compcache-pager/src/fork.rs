@@ -261,6 +261,7 @@ pub unsafe fn child(pager: &'static Pager) {
     pager.frozen.store(false, Release);
     pager.handler_cpu.store(cpus::NONE, Release);
     pager.settle.store(cpus::SETTLED, Release);
+    pager.evictor_sleeps.store(false, Release);
     // Locks are not inherited.
     pager.remapping.locked.store(false, Release);
     pager.fork_turn.stage.store(IDLE, Release);

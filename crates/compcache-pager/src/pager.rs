@@ -243,6 +243,8 @@ pub struct Pager {
     pub(crate) frozen_read: AtomicU64,
     /// The processor the handler has bound itself to, or [`cpus::NONE`].
     pub(crate) handler_cpu: AtomicU32,
+    /// The evictor has nothing to do.
+    pub(crate) evictor_sleeps: AtomicBool,
     /// Whether the evictor is to keep a processor busy: [`crate::cpus`].
     pub(crate) settle: AtomicU32,
     /// The evictor sleeps on this word; any change wakes it.
@@ -326,6 +328,7 @@ impl Pager {
             frozen: AtomicBool::new(false),
             frozen_read: AtomicU64::new(0),
             handler_cpu: AtomicU32::new(cpus::NONE),
+            evictor_sleeps: AtomicBool::new(false),
             settle: AtomicU32::new(cpus::SETTLED),
             bell: AtomicU32::new(0),
             turn: Turn::new(),
