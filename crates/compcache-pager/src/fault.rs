@@ -167,7 +167,7 @@ impl Handler {
             self.take_in(pager, channel, state, &message);
             total += 1;
         }
-        state.taken_span = 0..0;
+        (state.taken_span, state.own_move) = (0..0, (0, 0));
         loop {
             let read = channel.uffd.read(&mut self.messages[..]);
             total += read;
@@ -186,8 +186,7 @@ impl Handler {
             Some(Message::Fault { address, thread }) => {
                 self.keep(channel, Fault { page: (address / PAGE) as u64, thread });
             }
-            // The evictor's own doing.
-            Some(Message::Remap { to, .. }) if state.staging.owns(to) => {}
+            Some(Message::Remap { from, to, .. }) if state.own_move == (from, to) => {}
             Some(event) => self.apply(pager, channel, state, event),
             None => {}
         }
@@ -523,7 +522,7 @@ impl Handler {
 
     /// A page that was never there, or whose contents were dropped: zeroes.
     fn first_touch(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64) -> Answer {
-        if state.staging.contains(page as usize * PAGE) {
+        if state.staging.owns(page as usize * PAGE) {
             // Somebody read a frame that is not there: zeroes would be compressed in place of a page.
             crate::process::die(pager, Trouble::Bug);
         }

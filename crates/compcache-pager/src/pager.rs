@@ -110,6 +110,8 @@ pub struct State {
     pub(crate) loading: Range<u64>,
     /// What was taken last by [`crate::remap`], until the messages read meanwhile are taken in.
     pub(crate) taken_span: Range<usize>,
+    /// From where to where it went: the event that says so is the pager's own.
+    pub(crate) own_move: (usize, usize),
     /// For looking at what is present while an event is applied.
     pub(crate) event_scan: ScanBuffer,
 }

@@ -238,6 +238,7 @@ pub fn take_out(
     if scan::is_there(channel.pagemap(), span.start) != Some(true) {
         return Err(Errno::ENOENT);
     }
+    state.own_move = (span.start, target);
     pager.remapping.probe.store(target, Release);
     // SAFETY: the target's frames hold nothing; the source stays mapped, and its pages are accounted for below.
     let moved = unsafe { sys::mremap_dont_unmap(span.start, len, target) };
@@ -248,6 +249,7 @@ pub fn take_out(
         Ok(Some(there)) => there,
         Ok(None) => crate::process::die(pager, Trouble::NoProc),
         Err(errno) => {
+            state.own_move = (0, 0);
             let kept = errno != Errno::ENOMEM && pager.remapping.kernel.is_some_and(|kernel| kernel.keeps_target);
             if kept && scan::are_there(channel.pagemap(), target..target + len).is_some_and(|there| there != 0) {
                 // Kernels that keep the target move several mappings with one call, and have then moved a part of it.

@@ -140,7 +140,8 @@ impl Staging {
 
     /// Whether an address is a frame's, in a group where nothing else can be.
     pub fn owns(&self, address: usize) -> bool {
-        self.contains(address) && !self.retired[(address - self.start) / (GROUP * 4096)]
+        let group = address.wrapping_sub(self.start) / (GROUP * 4096);
+        group < GROUPS_MAX && !self.retired[group]
     }
 
     /// Takes an empty group.
@@ -176,11 +177,6 @@ impl Staging {
     pub fn given_back(&mut self, group: usize, left: u64) {
         self.groups[group].present = left;
         self.release(group);
-    }
-
-    /// Whether an address lies in the frames.
-    pub fn contains(&self, address: usize) -> bool {
-        (self.start..self.start + GROUPS_MAX * GROUP * 4096).contains(&address)
     }
 
     /// A staged frame's page has been moved back where it came from.
