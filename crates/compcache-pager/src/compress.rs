@@ -8,7 +8,7 @@ use crate::pager::{Pager, State};
 use crate::process;
 use crate::staging::{Frame, GROUP};
 use crate::table::{Phase, Word};
-use compcache_store::{Page, PageIndex, Worker};
+use compcache_store::{Page, PageIndex, Rewritten, Worker};
 use core::sync::atomic::Ordering::Relaxed;
 
 /// Pages of a group that are being compressed.
@@ -17,9 +17,10 @@ pub struct Batch {
     /// The number of the group's first frame, as a page.
     first: u64,
     taken: u64,
-    /// Pages with a copy, which had not changed, and which are in the pool now.
+    /// Pages with a copy, which had not changed, which little enough for a patch, and which are in the pool now.
     copies: u64,
-    equal: u64,
+    unchanged: u64,
+    patched: u64,
     stored: u64,
 }
 
@@ -43,11 +44,11 @@ pub fn begin(state: &mut State, group: usize, most: usize) -> Batch {
     let first = process::page_of(state.staging.address((group * GROUP) as Frame));
     let copies = state.staging.groups[group].copies & taken;
     state.staging.groups[group].copies &= !taken;
-    Batch { group, first, taken, copies, equal: 0, stored: 0 }
+    Batch { group, first, taken, copies, unchanged: 0, patched: 0, stored: 0 }
 }
 
-/// Compresses them, but those whose copies are as they are. The caller does not hold the lock.
-pub fn compress(pager: &Pager, worker: &mut Worker, buffer: &mut Page, batch: &mut Batch) {
+/// Compresses them; of those with copies only what has changed, if that is little. The caller does not hold the lock.
+pub fn compress(pager: &Pager, worker: &mut Worker, batch: &mut Batch) {
     for place in (0..GROUP).filter(|place| batch.taken >> place & 1 == 1) {
         // SAFETY: the frame is present and nobody writes to it: it leaves staging only when the group is released, in
         // `settle`.
@@ -55,20 +56,26 @@ pub fn compress(pager: &Pager, worker: &mut Worker, buffer: &mut Page, batch: &m
         // Under the frame's own number: what is stored under the page's changes under the lock only, for the page may
         // be taken away, and another one moved to its place, while the codec works.
         let object = PageIndex(batch.first + place as u64);
-        let equal = batch.copies >> place & 1 == 1 && pager.pool.holds(worker, object, contents, buffer);
-        let stored = equal || pager.pool.write(worker, object, contents).is_ok();
-        batch.equal |= u64::from(equal) << place;
+        let stored = if batch.copies >> place & 1 == 1 {
+            let rewritten = pager.pool.rewrite(worker, object, contents);
+            batch.unchanged |= u64::from(rewritten == Ok(Rewritten::Unchanged)) << place;
+            batch.patched |= u64::from(matches!(rewritten, Ok(Rewritten::Patched { .. }))) << place;
+            rewritten.is_ok()
+        } else {
+            pager.pool.write(worker, object, contents).is_ok()
+        };
         batch.stored |= u64::from(stored) << place;
     }
 }
 
 /// What compressing came to: pages stored, pages that went another way meanwhile, pages the pool refused.
 pub fn settle(pager: &Pager, state: &mut State, batch: &Batch) {
-    let &Batch { group, taken, copies, equal, stored, .. } = batch;
+    let &Batch { group, taken, copies, unchanged, patched, stored, .. } = batch;
     state.under_way -= 1;
-    state.copies.compared(copies.count_ones(), equal.count_ones());
+    state.copies.compared(copies.count_ones(), (unchanged | patched).count_ones());
     if let Some(slot) = pager.slot() {
-        slot.counters.unchanged_pages.fetch_add(u64::from(equal.count_ones()), Relaxed);
+        slot.counters.unchanged_pages.fetch_add(u64::from(unchanged.count_ones()), Relaxed);
+        slot.counters.patched_pages.fetch_add(u64::from(patched.count_ones()), Relaxed);
     }
     // As they are called now: a page may have been moved meanwhile.
     let pages = state.staging.groups[group].pages;

@@ -26,7 +26,7 @@ use crate::shared::{Region, Totals};
 use crate::staging::{GROUP, GROUPS_MAX};
 use crate::sys::{self, Errno};
 use alloc::boxed::Box;
-use compcache_store::{Page, Worker};
+use compcache_store::Worker;
 use core::ops::Range;
 use core::sync::atomic::Ordering::*;
 use rustix::fd::{AsFd, OwnedFd};
@@ -56,8 +56,6 @@ pub struct Evictor {
     pub worker: Worker,
     pub maps: MapsBuffer,
     pub(crate) hand: Hand,
-    /// For comparing copies.
-    buffer: Box<Page>,
     clear: Clear,
     found: Box<Ranges<REGIONS_MAX>>,
     fresh: Box<Ranges<REGIONS_MAX>>,
@@ -97,7 +95,6 @@ impl Evictor {
             worker,
             maps: MapsBuffer::new(),
             hand: Hand::new(),
-            buffer: Box::new([0; PAGE]),
             clear: Clear::default(),
             // SAFETY: pairs of numbers are valid when zero.
             found: unsafe { boxed_zeroed() },
@@ -472,7 +469,7 @@ impl Evictor {
         let Some(group) = state.staging.staged.pop() else { return false };
         let mut batch = compress::begin(&mut state, group, GROUP);
         drop(state);
-        compress::compress(pager, &mut self.worker, &mut self.buffer, &mut batch);
+        compress::compress(pager, &mut self.worker, &mut batch);
         compress::settle(pager, &mut pager.state.lock(), &batch);
         pager.tell_progress();
         true

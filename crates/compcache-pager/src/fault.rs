@@ -279,7 +279,7 @@ impl Handler {
         if !far_above && let Some(group) = state.staging.staged.pop() {
             let mut batch = compress::begin(&mut state, group, BATCH);
             drop(state);
-            compress::compress(pager, &mut self.worker, &mut self.pages[0], &mut batch);
+            compress::compress(pager, &mut self.worker, &mut batch);
             state = self.lock(pager, channel);
             compress::settle(pager, &mut state, &batch);
             return state;

@@ -25,7 +25,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 /// Marks a region as ours: `"CMPCRUN1"`.
 pub const MAGIC: u64 = 0x314e_5552_4350_4d43;
 /// Changes with the layout; a pager refuses a region of another version.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// How many processes of one tree can be paged at once; the ones beyond run with the cap of a lone process.
 pub const SLOTS: usize = 1024;
 /// Set by the kernel in a robust futex whose owner died.
@@ -71,6 +71,8 @@ pub struct Counters {
     pub refaults_staged: AtomicU64,
     /// Evicted pages that were as they had come from the pool, and were not compressed again.
     pub unchanged_pages: AtomicU64,
+    /// Evicted pages that differed so little from what had come from the pool that only that was added to it.
+    pub patched_pages: AtomicU64,
     /// Pages brought back before anyone asked for them.
     pub readahead_pages: AtomicU64,
     /// Of those, the ones that were there when a run went on (each saved a fault).
@@ -318,6 +320,7 @@ impl Counters {
         add(&self.evicted_pages, &other.evicted_pages);
         add(&self.refaults_staged, &other.refaults_staged);
         add(&self.unchanged_pages, &other.unchanged_pages);
+        add(&self.patched_pages, &other.patched_pages);
         add(&self.readahead_pages, &other.readahead_pages);
         add(&self.readahead_hits, &other.readahead_hits);
         for (from, to) in self.fault_ns.iter().zip(&other.fault_ns) {

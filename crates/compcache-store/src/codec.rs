@@ -4,16 +4,17 @@
 //! |----------|------------------|-----------------|
 //! | 0        | LZ4              | nothing         |
 //! | 1        | zstd, any level  | nothing         |
-//! | 2        | not used yet     |                 |
+//! | 2        | LZ4, then a patch | nothing        |
 //! | 3        | none: raw        | nothing         |
 //! | 4..=7    | zstd, dictionary | the dictionary  |
 //!
 //! The number is kept in the slot (three bits), so a pool's codec can change while it holds objects of others. A codec is
-//! one file here, and one arm in each of the two functions below. All contexts belong to a worker and are made with it;
+//! one file here, and one arm in `compress` and `decode` below. All contexts belong to a worker and are made with it;
 //! nothing here allocates afterwards.
 
 mod dictionary;
 mod lz4;
+mod patch;
 mod zstd;
 
 use alloc::boxed::Box;
@@ -46,6 +47,8 @@ pub(crate) struct CodecId(pub u8);
 
 const LZ4: CodecId = CodecId(0);
 const ZSTD: CodecId = CodecId(1);
+/// An object of [`LZ4`], the patch that makes the page of it, and two bytes with the length of the patch.
+const LZ4_PATCHED: CodecId = CodecId(2);
 const FIRST_DICTIONARY: u8 = 4;
 
 const _: () = assert!(FIRST_DICTIONARY as usize + DICTIONARIES_MAX == CodecId::MASK as usize + 1);
@@ -54,6 +57,9 @@ impl CodecId {
     /// The bits a number has.
     pub const MASK: u8 = 0b111;
 }
+
+/// A patch takes at most such a part of what it is for: the ratio hardly suffers, and the next read is hardly slower.
+const PATCH_PART: usize = 8;
 
 /// Room for the largest output any codec makes of a page.
 const OUTPUT_BYTES: usize = PAGE_SIZE + 512;
@@ -94,12 +100,23 @@ pub(crate) struct Codecs {
     lz4: lz4::Lz4,
     zstd: zstd::Zstd,
     output: Box<[u8]>,
+    base: Box<Page>,
+}
+
+/// How the content of a page differs from what an object holds.
+pub(crate) enum Change<'c> {
+    /// Not at all.
+    None,
+    /// So little that the old object and a patch are the new one.
+    Patch(CodecId, &'c [u8]),
+    /// Too much, or this codec takes no patches, or the object does not decode.
+    Much,
 }
 
 impl Codecs {
     pub fn new() -> Result<Codecs, StoreError> {
         let output = alloc::vec![0; OUTPUT_BYTES].into_boxed_slice();
-        Ok(Codecs { lz4: lz4::Lz4::new(), zstd: zstd::Zstd::new()?, output })
+        Ok(Codecs { lz4: lz4::Lz4::new(), zstd: zstd::Zstd::new()?, output, base: Box::new([0; PAGE_SIZE]) })
     }
 
     /// Compresses `page` and returns the result with the number that decodes it. It can be longer than the page.
@@ -126,20 +143,74 @@ impl Codecs {
     #[inline]
     #[must_use]
     pub fn decompress(&mut self, id: CodecId, object: &[u8], page: &mut Page, dictionaries: &Dictionaries) -> bool {
-        match id {
-            LZ4 => lz4::decompress(object, page),
-            ZSTD => self.zstd.decompress(object, page),
-            CodecId(number) => number
-                .checked_sub(FIRST_DICTIONARY)
-                .and_then(|number| dictionaries.get(DictionaryId(number)))
-                .is_some_and(|dictionary| self.zstd.decompress_with(dictionary, object, page)),
+        decode(&mut self.zstd, id, object, page, dictionaries)
+    }
+
+    /// Compares `page` with what `object` holds, of which `id` says how. Only what `codec` writes gets a patch.
+    pub fn change(
+        &mut self,
+        codec: Codec,
+        id: CodecId,
+        object: &[u8],
+        page: &Page,
+        dictionaries: &Dictionaries,
+    ) -> Change<'_> {
+        let Codecs { zstd, output, base, .. } = self;
+        let ((base_id, base_bytes, old), takes_patches) = match (id, split_patched(object)) {
+            (LZ4_PATCHED, Some((bytes, patch))) => ((LZ4, bytes, patch), codec == Codec::Lz4),
+            (LZ4_PATCHED, None) => return Change::Much,
+            _ => ((id, object, &[][..]), id == LZ4 && codec == Codec::Lz4),
+        };
+        if !decode(zstd, base_id, base_bytes, base, dictionaries) {
+            return Change::Much;
         }
+        // What is there now is found also where nothing new may be made.
+        let most = if takes_patches { base_bytes.len() / PATCH_PART } else { old.len() };
+        let (start, room) = output.split_at_mut(base_bytes.len());
+        let Some(length) = patch::diff(base, page, &mut room[..most]) else { return Change::Much };
+        if room[..length] == *old {
+            return Change::None;
+        }
+        if !takes_patches {
+            return Change::Much;
+        }
+        start.copy_from_slice(base_bytes);
+        if length == 0 {
+            return Change::Patch(LZ4, &output[..base_bytes.len()]);
+        }
+        room[length..length + PATCH_LENGTH].copy_from_slice(&(length as u16).to_le_bytes());
+        Change::Patch(LZ4_PATCHED, &output[..base_bytes.len() + length + PATCH_LENGTH])
     }
 
     /// The address range of the contexts that are not in the allocator's memory.
     pub fn range(&self) -> (usize, usize) {
         self.zstd.range()
     }
+}
+
+/// Decodes `object`; `false` if it does not decode to exactly one page.
+#[inline]
+fn decode(zstd: &mut zstd::Zstd, id: CodecId, object: &[u8], page: &mut Page, dictionaries: &Dictionaries) -> bool {
+    match id {
+        LZ4 => lz4::decompress(object, page),
+        LZ4_PATCHED => {
+            split_patched(object).is_some_and(|(base, patch)| lz4::decompress(base, page) && patch::apply(patch, page))
+        }
+        ZSTD => zstd.decompress(object, page),
+        CodecId(number) => number
+            .checked_sub(FIRST_DICTIONARY)
+            .and_then(|number| dictionaries.get(DictionaryId(number)))
+            .is_some_and(|dictionary| zstd.decompress_with(dictionary, object, page)),
+    }
+}
+
+/// Bytes behind a patch that say how long it is.
+const PATCH_LENGTH: usize = 2;
+
+/// What an object with a patch consists of.
+fn split_patched(object: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (rest, length) = object.split_last_chunk::<PATCH_LENGTH>()?;
+    rest.split_at_checked(rest.len().checked_sub(usize::from(u16::from_le_bytes(*length)))?)
 }
 
 #[cfg(test)]

@@ -92,7 +92,7 @@ pub use crate::{
     error::StoreError,
     latency::{Latency, LatencySnapshot},
     page::{PAGE_SIZE, Page, PageIndex},
-    pool::{Extent, Pool, Read, RunFailed, Written},
+    pool::{Extent, Pool, Read, Rewritten, RunFailed, Written},
     stats::{PoolStats, Stat, TABLE, Unit},
     store::Store,
     worker::{Clock, Worker},

@@ -4,6 +4,7 @@
 //! |-----------|-----------------------|---------------------------------|-------------------------|-------------------------|
 //! | write     | the word in the slot  | object in the arena             | the page in the arena   | refused, old page stays |
 //! | read      | filled from the slot  | checked, decoded in place       | checked, copied         | (no difference)         |
+//! | rewrite   | compared with the word | a patch, if little changed     | compared                | as write                |
 //! | take      | read, then discarded  | read, then discarded            | read, then discarded    | (no difference)         |
 //!
 //! A page is compressed before its slot is locked; the lock is held while the object is placed, or decoded, and for that
@@ -14,6 +15,7 @@
 mod fork;
 mod range;
 mod read;
+mod rewrite;
 mod run;
 mod write;
 
@@ -22,6 +24,7 @@ use alloc::sync::Arc;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 pub use read::{Extent, Read};
+pub use rewrite::Rewritten;
 pub use run::RunFailed;
 pub use write::Written;
 

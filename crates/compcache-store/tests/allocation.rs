@@ -82,6 +82,8 @@ fn page_path(store: &Store, pool: &Pool, worker: &mut Worker, run: &mut [Page], 
     for index in 0..3000 {
         content::fill(&mut page, 3, index, 1);
         pool.write(worker, PageIndex(index * 3), &page).expect("there is no limit");
+        page[index as usize] ^= 1;
+        pool.rewrite(worker, PageIndex(index * 3), &page).expect("there is no limit");
         assert_eq!(pool.read(worker, PageIndex(index * 3), &mut page), Ok(Read::Done));
     }
     pool.write_run(worker, PageIndex(1 << 33), run).expect("there is no limit");

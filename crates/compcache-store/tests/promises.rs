@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use compcache_store::{
-    Codec, Page, PageIndex, Pool, PoolConfig, Read, Store, StoreConfig, StoreError, Worker, Written,
+    Codec, Page, PageIndex, Pool, PoolConfig, Read, Rewritten, Store, StoreConfig, StoreError, Worker, Written,
 };
 
 const MIB: u64 = 1 << 20;
@@ -68,30 +68,88 @@ fn a_flipped_bit_in_a_stored_object_is_reported_and_never_returned() {
     }
 }
 
-/// Of the two words of a slot only the age may change unnoticed.
 #[test]
-fn a_page_is_held_only_as_it_was_written() {
+fn a_flipped_bit_in_a_patched_object_is_reported_and_the_page_can_be_written_again() {
     let store = store(u64::MAX);
     let (pool, mut worker) = pool(&store);
-    let mut buffer = [0; 4096];
+    let mut page = page_of(7, 40);
+    let Ok(Written::Compressed { bytes }) = pool.write(&mut worker, PageIndex(3), &page) else { panic!("a page") };
+    let (start, length) = store.memory_ranges()[0];
+    // SAFETY: the store's own memory, which nobody else uses meanwhile.
+    let arena = unsafe { core::slice::from_raw_parts(start as *const u8, length.min(4 << 20)) };
+    let base = arena[..usize::from(bytes)].to_vec();
+    page[9] ^= 1;
+    let rewritten = pool.rewrite(&mut worker, PageIndex(3), &page);
+    let Ok(Rewritten::Patched { bytes }) = rewritten else { panic!("{rewritten:?}") };
+    // Another class of sizes has another span; what was there before stays there, as garbage.
+    let found: Vec<usize> = (0..arena.len()).step_by(8).filter(|at| arena[*at..].starts_with(&base)).collect();
+    let object = start + found.last().expect("the old object is the first part of the new one");
+    for bit in 0..usize::from(bytes) * 8 {
+        let flip = || {
+            // SAFETY: as above.
+            unsafe { *((object + bit / 8) as *mut u8) ^= 1 << (bit % 8) };
+        };
+        let mut back = [0; 4096];
+        flip();
+        let corrupt = Err(StoreError::Corrupt { index: PageIndex(3) });
+        assert_eq!(pool.read(&mut worker, PageIndex(3), &mut back), corrupt, "bit {bit}");
+        flip();
+        assert_eq!(pool.read(&mut worker, PageIndex(3), &mut back), Ok(Read::Done));
+        assert_eq!(back, page);
+    }
+    // SAFETY: as above.
+    unsafe { *(object as *mut u8) ^= 1 };
+    assert!(matches!(pool.rewrite(&mut worker, PageIndex(3), &page), Ok(Rewritten::Written(_))));
+    let mut back = [0; 4096];
+    assert_eq!((pool.read(&mut worker, PageIndex(3), &mut back), back), (Ok(Read::Done), page));
+}
+
+#[test]
+fn a_page_is_unchanged_only_as_it_was_written() {
+    let store = store(u64::MAX);
+    let (pool, mut worker) = pool(&store);
+    let mut back = [0; 4096];
     for codec in [Codec::Lz4, Codec::Zstd { level: 1 }] {
         pool.set_codec(codec).unwrap();
         // Compressed, raw, same-filled.
         for page in [page_of(1, 40), page_of(2, 100), [0x5a; 4096]] {
-            assert!(!pool.holds(&mut worker, PageIndex(7), &page, &mut buffer), "absent");
-            pool.write(&mut worker, PageIndex(7), &page).unwrap();
-            assert!(pool.holds(&mut worker, PageIndex(7), &page, &mut buffer));
+            let index = PageIndex(7);
+            let mut rewrite = |page: &_| pool.rewrite(&mut worker, index, page).unwrap();
+            assert!(matches!(rewrite(&page), Rewritten::Written(_)), "absent");
+            assert_eq!(rewrite(&page), Rewritten::Unchanged);
             for at in (0..4096).step_by(13).chain([4095]) {
                 let mut changed = page;
                 changed[at] ^= 1;
-                assert!(!pool.holds(&mut worker, PageIndex(7), &changed, &mut buffer), "{codec:?}, byte {at}");
+                assert_ne!(rewrite(&changed), Rewritten::Unchanged, "{codec:?}, byte {at}");
+                assert_eq!(rewrite(&changed), Rewritten::Unchanged, "{codec:?}, byte {at}");
+                changed[at] ^= 1;
+                changed[at ^ 8] ^= 1;
+                assert_ne!(rewrite(&changed), Rewritten::Unchanged, "{codec:?}, byte {at}, and the next word");
+                assert_ne!(rewrite(&page), Rewritten::Unchanged, "{codec:?}, byte {at}, and back");
             }
-            assert!(pool.discard(PageIndex(7)));
+            assert!(pool.discard(index));
         }
     }
-    assert!(!pool.holds(&mut worker, PageIndex(PageIndex::LIMIT), &buffer.clone(), &mut buffer));
+    assert!(pool.rewrite(&mut worker, PageIndex(PageIndex::LIMIT), &back).is_err());
+    // What other codecs stored is compared, and gets no patch.
+    let mut page = page_of(1, 40);
+    pool.write(&mut worker, PageIndex(8), &page).unwrap();
+    pool.set_codec(Codec::Lz4).unwrap();
+    assert_eq!(pool.rewrite(&mut worker, PageIndex(8), &page), Ok(Rewritten::Unchanged));
+    for (at, patched) in [(70, false), (71, true), (170, true)] {
+        page[at] ^= 1;
+        let rewritten = pool.rewrite(&mut worker, PageIndex(8), &page).unwrap();
+        assert_eq!(matches!(rewritten, Rewritten::Patched { .. }), patched, "{rewritten:?}");
+        assert_eq!((pool.read(&mut worker, PageIndex(8), &mut back), back), (Ok(Read::Done), page));
+    }
+    pool.set_codec(Codec::Zstd { level: 1 }).unwrap();
+    assert_eq!(pool.rewrite(&mut worker, PageIndex(8), &page), Ok(Rewritten::Unchanged));
+    page[9] ^= 1;
+    assert!(matches!(pool.rewrite(&mut worker, PageIndex(8), &page), Ok(Rewritten::Written(_))));
+    assert_eq!((pool.read(&mut worker, PageIndex(8), &mut back), back), (Ok(Read::Done), page));
 }
 
+/// Of the two words of a slot only the age may change unnoticed.
 #[test]
 fn a_flipped_bit_in_a_slot_never_yields_another_page() {
     let store = store(u64::MAX);

@@ -49,12 +49,6 @@ impl Pool {
         self.read_from(worker, index, page, start_ns, false).0
     }
 
-    /// Whether page `index` holds exactly what `page` does: decoded into `buffer` and compared. For owners that keep a
-    /// page stored while they have it in memory, and would write it again. Counts as no read.
-    pub fn holds(&self, worker: &mut Worker, index: PageIndex, page: &Page, buffer: &mut Page) -> bool {
-        self.read_page(worker, index, buffer, false) == Ok(Read::Done) && buffer == page
-    }
-
     /// Reads page `index` into `page` and discards it, in one step: for owners that have the page in memory from then on.
     ///
     /// # Errors
@@ -96,13 +90,7 @@ impl Pool {
             return Err(StoreError::IndexOutOfRange { index });
         }
         let store = &self.store;
-        let Some(mut guard) = self.core.tree.lock(&store.tables, index, &mut worker.leaf) else {
-            return Ok(Read::Absent);
-        };
-        // Whoever reads a page often reads the next one; its object is on its way while this one is decoded.
-        if let Some(next) = self.core.tree.guess_next(&store.tables, index, &worker.leaf) {
-            store.arena.prefetch(next);
-        }
+        let Some(mut guard) = self.lock_for_reading(worker, index) else { return Ok(Read::Absent) };
         match guard.get() {
             Slot::Absent => return Ok(Read::Absent),
             Slot::OnBacking { extent } => return Ok(Read::OnBacking(Extent::unpack(extent))),
@@ -121,6 +109,17 @@ impl Pool {
             guard.touch(store.age());
         }
         Ok(Read::Done)
+    }
+
+    /// Locks the slot of a page whose object is about to be decoded; `None` if it has none.
+    pub(super) fn lock_for_reading(&self, worker: &mut Worker, index: PageIndex) -> Option<SlotGuard<'_>> {
+        let (store, tree) = (&self.store, &self.core.tree);
+        let guard = tree.lock(&store.tables, index, &mut worker.leaf)?;
+        // Whoever reads a page often reads the next one; its object is on its way while this one is decoded.
+        if let Some(next) = tree.guess_next(&store.tables, index, &worker.leaf) {
+            store.arena.prefetch(next);
+        }
+        Some(guard)
     }
 
     /// Decodes an object into `page`, after its checksum says that it is what was stored.

@@ -4,7 +4,7 @@ use core::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
 
 use super::{Pool, PoolCore};
 use crate::arena::class::Class;
-use crate::budget::accept_bytes;
+use crate::budget::{Credit, accept_bytes};
 use crate::checksum;
 use crate::codec::CodecId;
 use crate::error::StoreError;
@@ -15,7 +15,7 @@ use crate::table::{Charge, SlotGuard};
 use crate::worker::Worker;
 
 /// An object longer than this saves less than 1/32 of a page, and is not worth decoding: the page is kept raw.
-const COMPRESSED_MAX: usize = PAGE_SIZE - PAGE_SIZE / 32;
+pub(super) const COMPRESSED_MAX: usize = PAGE_SIZE - PAGE_SIZE / 32;
 
 /// How a page was stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +42,7 @@ pub(crate) struct PoolLimit {
 }
 
 /// A page's worth of a pool's limit, held while one is written.
-struct Reservation<'p>(Option<&'p PoolLimit>);
+pub(super) struct Reservation<'p>(Option<&'p PoolLimit>);
 
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
@@ -68,7 +68,7 @@ impl PoolLimit {
 }
 
 impl PoolCore {
-    fn reserve(&self) -> Result<Reservation<'_>, StoreError> {
+    pub(super) fn reserve(&self) -> Result<Reservation<'_>, StoreError> {
         let limit = self.limit.bytes();
         if limit == u64::MAX {
             return Ok(Reservation(None));
@@ -143,22 +143,35 @@ impl Pool {
         let store = &self.store;
         let (id, compressed) = worker.codecs.compress(self.codec(), page, &store.dictionaries)?;
         let (codec, bytes, written) = form(id, compressed, page);
-        let checksum = checksum::of(bytes, codec);
-        let class = Class::for_length(bytes.len());
-        let length = bytes.len() as u16;
         let tree = &self.core.tree;
-        let mut guard = tree.lock_or_make(&store.tables, index, &mut worker.leaf, &store.budget, Charge::Limited)?;
+        let guard = tree.lock_or_make(&store.tables, index, &mut worker.leaf, &store.budget, Charge::Limited)?;
+        self.place(guard, codec, bytes, &mut worker.credit, worker.number)?;
+        Ok(written)
+    }
+
+    /// Makes `bytes` the object of a slot: where its old one is, if that fits.
+    pub(super) fn place(
+        &self,
+        mut guard: SlotGuard<'_>,
+        codec: Option<CodecId>,
+        bytes: &[u8],
+        credit: &mut Credit,
+        shard: usize,
+    ) -> Result<(), StoreError> {
+        let store = &self.store;
+        let (checksum, class, length) =
+            (checksum::of(bytes, codec), Class::for_length(bytes.len()), bytes.len() as u16);
         if let Slot::Stored(old) = guard.get()
             && store.arena.class_of(old.location) == class
         {
             let object = Object { codec, location: old.location, length, checksum };
-            self.overwrite(guard, old, object, bytes, worker.number);
-            return Ok(written);
+            self.overwrite(guard, old, object, bytes, shard);
+            return Ok(());
         }
-        let location = store.arena.allocate(class, &store.budget, &mut worker.credit)?;
+        let location = store.arena.allocate(class, &store.budget, credit)?;
         guard.fill(location, bytes, &store.arena);
-        self.replace(guard, Slot::Stored(Object { codec, location, length, checksum }), worker.number);
-        Ok(written)
+        self.replace(guard, Slot::Stored(Object { codec, location, length, checksum }), shard);
+        Ok(())
     }
 
     /// The way at the limit: the new object must fit where the old one is.

@@ -12,6 +12,7 @@ use crate::content;
 /// What the model can be compared with.
 pub trait Pages {
     fn write(&mut self, index: PageIndex, page: &Page) -> Result<(), StoreError>;
+    fn rewrite(&mut self, index: PageIndex, page: &Page) -> Result<(), StoreError>;
     fn write_run(&mut self, first: PageIndex, pages: &[Page]) -> Result<(), usize>;
     fn read(&mut self, index: PageIndex, page: &mut Page, take: bool) -> Result<Read, StoreError>;
     fn read_run(&mut self, first: PageIndex, pages: &mut [Page], found: &mut [Read]) -> Result<(), StoreError>;
@@ -47,7 +48,9 @@ pub struct Walked {
 }
 
 const RUN: usize = 16;
-const OPERATIONS: usize = 10;
+const OPERATIONS: usize = 11;
+/// So many generations follow each other that differ in some bytes, and in nothing else.
+const EDITS: u64 = 256;
 
 /// Pages in each stretch of neighbours, and where the stretches begin: dense and far apart.
 const STRETCH: u64 = 1500;
@@ -86,7 +89,7 @@ impl Walk {
             seed,
             rng,
             generations: vec![0; pages],
-            next_generation: 1,
+            next_generation: EDITS,
             weights,
             hot,
             base,
@@ -151,6 +154,7 @@ impl Walk {
             6 => self.read_run(pages),
             7 => self.discard_range(pages),
             8 => self.move_one(pages, position),
+            10 => self.rewrite(pages, position),
             _ if self.rng.bool() => self.move_many(pages),
             _ => {
                 pages.disturb(self.rng.u64(..));
@@ -161,14 +165,36 @@ impl Walk {
 
     fn content(&self, position: usize, generation: u64) -> Page {
         let mut page = [0; 4096];
-        content::fill(&mut page, self.seed, position as u64, generation);
+        content::fill(&mut page, self.seed, position as u64, generation / EDITS);
+        for edit in 0..[0, 1, 2, 10, 200][(generation % EDITS % 5) as usize] {
+            let random = content::mix(generation << 8 | edit);
+            page[random as usize % page.len()] ^= (random >> 32) as u8;
+        }
         page
     }
 
+    fn generation(&mut self) -> u64 {
+        self.next_generation += EDITS;
+        self.next_generation
+    }
+
     fn write(&mut self, pages: &mut impl Pages, position: usize) -> Result<(), String> {
-        let generation = self.next_generation;
-        self.next_generation += 1;
+        let generation = self.generation();
         match pages.write(self.index(position), &self.content(position, generation)) {
+            Ok(()) => self.generations[position] = generation,
+            Err(error) => self.refused(error)?,
+        }
+        Ok(())
+    }
+
+    /// What is there already, that with some edits, or something else.
+    fn rewrite(&mut self, pages: &mut impl Pages, position: usize) -> Result<(), String> {
+        let generation = match self.generations[position] {
+            0 => self.generation(),
+            known if self.rng.u32(0..4) == 0 => known,
+            known => known / EDITS * EDITS + self.rng.u64(0..EDITS),
+        };
+        match pages.rewrite(self.index(position), &self.content(position, generation)) {
             Ok(()) => self.generations[position] = generation,
             Err(error) => self.refused(error)?,
         }
@@ -186,8 +212,7 @@ impl Walk {
 
     fn write_run(&mut self, pages: &mut impl Pages) -> Result<(), String> {
         let (first, count) = self.stretch(RUN);
-        let generation = self.next_generation;
-        self.next_generation += 1;
+        let generation = self.generation();
         let contents: Vec<Page> = (first..first + count).map(|position| self.content(position, generation)).collect();
         let done = pages.write_run(self.index(first), &contents).err().unwrap_or(count);
         self.walked.refused += u64::from(done < count);

@@ -60,6 +60,8 @@ pub struct Stats {
     pub refaults_staged: u64,
     /// Evicted pages that had not changed since they came back from the pool: they were not compressed again.
     pub unchanged_pages: u64,
+    /// Evicted pages that had changed little since: only what had changed was stored.
+    pub patched_pages: u64,
     /// Pages brought back before they were asked for.
     pub readahead_pages: u64,
     /// Of those, the ones that saved a fault.
@@ -112,6 +114,7 @@ impl Stats {
             evicted_pages: sum(|counters| &counters.evicted_pages),
             refaults_staged: sum(|counters| &counters.refaults_staged),
             unchanged_pages: sum(|counters| &counters.unchanged_pages),
+            patched_pages: sum(|counters| &counters.patched_pages),
             readahead_pages: sum(|counters| &counters.readahead_pages),
             readahead_hits: sum(|counters| &counters.readahead_hits),
             fault_p50_ns: quantile_ns(&faults_of, 0.50),

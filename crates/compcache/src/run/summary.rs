@@ -83,10 +83,11 @@ fn write_screen(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
         out,
         "evicted pages",
         format!(
-            "{}, second chances {}, unchanged {}",
+            "{}, second chances {}, unchanged {}, patched {}",
             count(stats.evicted_pages),
             count(stats.refaults_staged),
-            count(stats.unchanged_pages)
+            count(stats.unchanged_pages),
+            count(stats.patched_pages)
         ),
     )?;
     let hits = percent(stats.readahead_hits, stats.readahead_pages);

@@ -184,6 +184,18 @@ fn a_scan_finds_a_part_of_its_memory_still_there() {
     assert!(unchanged * 2 >= evicted, "{unchanged} of {evicted} pages were not compressed again: {:#?}", outcome.stats);
 }
 
+/// Of what changed little only that is stored.
+#[test]
+fn pages_with_a_counter_in_them_are_patched() {
+    let _alone = alone();
+    let counts = Program::new(trap_program("scans")).args(["6", "counting"]);
+    let outcome = counts.paged(Way::Move, &Cap::resident_mib(16));
+    assert!(outcome.status.success(), "{}", outcome.explain());
+    let (patched, evicted) = (outcome.stat("patched_pages"), outcome.stat("evicted_pages"));
+    eprintln!("{patched} of {evicted} pages were patched");
+    assert!(patched * 2 >= evicted, "{patched} of {evicted} pages were patched: {:#?}", outcome.stats);
+}
+
 #[test]
 fn one_cap_holds_for_a_tree_of_processes() {
     let _alone = alone();
