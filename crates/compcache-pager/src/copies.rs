@@ -2,12 +2,14 @@
 //!
 //! Most of what a page costs is compressing it again, and most pages that come back are only read. So a page that waits in
 //! the small queue ([`crate::small`]), and will leave before all others, keeps its object. When it leaves, the object is
-//! decoded and compared: what is equal is stored already, which takes a third of the time. Nothing is believed: a page that
-//! was written to differs, and is compressed as any other.
+//! decoded and compared: what is equal is stored already, which takes a third of the time, and what differs little gets a patch
+//! ([`Pool::rewrite`]). Nothing is believed: a page that was written to differs.
+//!
+//! [`Pool::rewrite`]: compcache_store::Pool::rewrite
 //!
 //! Copies cost what their objects take; there are at most twice as many as the small queue has room for. One is dropped when its page
-//! leaves the queue and stays. A comparison in vain costs a third of what an equal page saves twice over; where pages are mostly
-//! written to, only one of 32 keeps its copy, to notice when that changes.
+//! leaves the queue and stays. A comparison in vain costs a third of what one with success saves twice over; where most pages have
+//! changed a lot, only one of 32 keeps its copy, to notice when that changes.
 //!
 //! # Source
 //! The kernel's swap cache does this for swap on disks, by write protection, and not for zram, whose slots it frees when it
@@ -20,9 +22,9 @@ use core::ops::Range;
 
 /// How far the score goes either way.
 const SCORE_MAX: i32 = 256;
-/// What a comparison that finds no change gains, and one in vain loses: see above.
-const EQUAL: i32 = 2;
-const CHANGED: i32 = 1;
+/// What a comparison gains that makes compressing needless, and one in vain loses: see above.
+const SPARED: i32 = 2;
+const IN_VAIN: i32 = 1;
 /// Of so many pages one keeps its copy in any case.
 const TRIAL: u32 = 32;
 
@@ -54,9 +56,9 @@ impl Copies {
         self.kept = self.kept.saturating_sub(1);
     }
 
-    /// So many pages left that had copies; of them so many had not changed.
-    pub fn compared(&mut self, pages: u32, equal: u32) {
-        let gain = equal as i32 * EQUAL - (pages - equal) as i32 * CHANGED;
+    /// So many pages left that had copies; of them so many were not compressed.
+    pub fn compared(&mut self, pages: u32, spared: u32) {
+        let gain = spared as i32 * SPARED - (pages - spared) as i32 * IN_VAIN;
         self.score = (self.score + gain).clamp(-SCORE_MAX, SCORE_MAX);
     }
 }
