@@ -18,10 +18,14 @@ pub const NONE: u32 = u32::MAX;
 const FAULTS_BETWEEN_LOOKS: u32 = 4;
 /// The same after the handler has moved, which costs as much as several faults, if several threads fault.
 const FAULTS_AFTER_A_MOVE: u32 = 32;
-/// How long the handler waits for the evictor to keep a processor busy, how long that does, and answers tried with it.
+/// How long the handler waits for the evictor to keep a processor busy, and how long that does.
 const SETTLE_WAIT_NS: u64 = 100_000;
 const SETTLE_NS: u64 = 500_000;
-const SETTLE_TRIES: u32 = 2;
+/// Answers given meanwhile after a move, and most of them after moves that come soon after each other.
+const SETTLE_ANSWERS: u32 = 2;
+const SETTLE_ANSWERS_MAX: u32 = 256;
+/// Faults between moves that are not soon after each other.
+const FAULTS_SETTLED: u32 = 1024;
 
 // What the handler asks of the evictor, which answers by being there.
 pub const SETTLED: u32 = 0;
@@ -39,8 +43,11 @@ pub struct Follower {
     is_one_thread: bool,
     faults: u32,
     until_look: u32,
-    /// Answers still to be given while the processor that was left is kept busy.
+    /// Answers still to be given while the processor that was left is kept busy; how many there were after the last move, and
+    /// faults since.
     unsettled: u32,
+    answers: u32,
+    settled: u32,
 }
 
 impl Follower {
@@ -48,7 +55,7 @@ impl Follower {
     pub fn reset(&mut self) {
         // Its descriptor was the parent's.
         core::mem::forget(self.watched.take());
-        (self.cpu, self.unsettled) = (None, 0);
+        (self.cpu, self.unsettled, self.answers) = (None, 0, SETTLE_ANSWERS);
     }
 
     /// A fault is about to be answered: after a move, not before the evictor keeps the processor busy that was left. An evictor at
@@ -58,7 +65,7 @@ impl Follower {
             return;
         }
         self.unsettled -= 1;
-        if !pager.evictor_sleeps.load(Acquire) {
+        if pager.settle.load(Acquire) == BUSY || !pager.evictor_sleeps.load(Acquire) {
             return;
         }
         pager.settle.store(WANTED, Release);
@@ -67,14 +74,17 @@ impl Follower {
         while pager.settle.load(Acquire) == WANTED && clock_ns() < until_ns {
             core::hint::spin_loop();
         }
-        if pager.settle.load(Acquire) == BUSY {
+        if pager.settle.load(Acquire) == BUSY && self.answers == SETTLE_ANSWERS {
             self.unsettled = 0;
         }
     }
 
     /// A thread has faulted, and has been answered.
     pub fn note_fault(&mut self, pager: &Pager, thread: u32) {
-        pager.settle.store(SETTLED, Release);
+        if self.unsettled == 0 {
+            pager.settle.store(SETTLED, Release);
+        }
+        self.settled = self.settled.saturating_add(1);
         let is_same = self.watched.as_ref().is_some_and(|watched| watched.thread == thread);
         self.is_one_thread &= is_same;
         self.faults += 1;
@@ -104,7 +114,10 @@ impl Follower {
         }
         if run_on(&only(cpu)) {
             // Where several threads fault, the processor that was left may be another one's.
-            self.unsettled = if is_one_thread && self.cpu.is_some() { SETTLE_TRIES } else { 0 };
+            // Once is not enough while the other processors are hardly used: who is woken is taken to one that idles then.
+            let is_soon = core::mem::take(&mut self.settled) < FAULTS_SETTLED;
+            self.answers = if is_soon { (self.answers * 2).min(SETTLE_ANSWERS_MAX) } else { SETTLE_ANSWERS };
+            self.unsettled = if is_one_thread && self.cpu.is_some() { self.answers } else { 0 };
             self.cpu = Some(cpu);
             pager.handler_cpu.store(cpu, Release);
         }
@@ -143,10 +156,11 @@ impl Clear {
             return;
         }
         if pager.settle.compare_exchange(WANTED, BUSY, AcqRel, Relaxed).is_ok() {
-            let until_ns = clock_ns() + SETTLE_NS;
-            while pager.settle.load(Acquire) == BUSY && clock_ns() < until_ns {
+            let (until_ns, seen) = (clock_ns() + SETTLE_NS, pager.bell.load(Acquire));
+            while pager.settle.load(Acquire) == BUSY && pager.bell.load(Acquire) == seen && clock_ns() < until_ns {
                 core::hint::spin_loop();
             }
+            let _ = pager.settle.compare_exchange(BUSY, SETTLED, AcqRel, Relaxed);
         }
         self.run_on_others();
     }
