@@ -28,6 +28,9 @@ pub struct Options {
     /// sequential, backward, stride, random.
     #[arg(long, value_delimiter = ',')]
     order: Vec<String>,
+    /// read, write, shift: what is done to each page. One word is read; read and written; and all others moved by a word.
+    #[arg(long, value_delimiter = ',')]
+    touch: Vec<String>,
     /// all, one.
     #[arg(long, value_delimiter = ',')]
     cpus: Vec<String>,
@@ -50,6 +53,7 @@ pub struct Options {
 struct Question {
     content: String,
     order: String,
+    touch: String,
     one_cpu: bool,
     #[serde(skip)]
     sides: Vec<Side>,
@@ -72,14 +76,14 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     for question in questions(options, quick)? {
         let Some(share) = note_content(&mut comparison.record, &question.content) else { continue };
         let cpus = if question.one_cpu { "one CPU" } else { "all CPUs" };
-        let (content, order) = (&question.content, &question.order);
+        let Question { content, order, touch, .. } = &question;
         println!(
-            "\nscan {megabytes} MiB in {cap_mb} MiB, {order}, {content} ({share:.1} % same-filled), {cpus}, {rounds} rounds"
+            "\nscan {megabytes} MiB in {cap_mb} MiB, {order}, {touch}, {content} ({share:.1} % same-filled), {cpus}, {rounds} rounds"
         );
-        let arguments =
-            [megabytes.to_string(), passes.to_string(), "--order".into(), order.clone(), "--content".into()];
-        let mut job = worker("scan", &arguments)?;
-        job.words.push(content_argument(content)?.into());
+        let content = content_argument(content)?;
+        let words =
+            [&megabytes.to_string(), &passes.to_string(), "--order", order, "--touch", touch, "--content", &content];
+        let mut job = worker("scan", &words.map(String::from))?;
         job.pin = question.one_cpu.then_some(0);
         let answers = comparison.ask(&json!(question), &question.sides, cap_mb << 20, &job);
         let printed = laps::print(&answers);
@@ -92,7 +96,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
 
 /// The questions on the command line, or the standard ones.
 fn questions(options: &Options, quick: bool) -> Result<Vec<Question>> {
-    if options.content.is_empty() && options.order.is_empty() && options.cpus.is_empty() {
+    if options.content.is_empty() && options.order.is_empty() && options.touch.is_empty() && options.cpus.is_empty() {
         let mut all = standard(quick);
         if !options.sides.is_empty() {
             let sides = parse_sides(&options.sides)?;
@@ -107,9 +111,11 @@ fn questions(options: &Options, quick: bool) -> Result<Vec<Question>> {
     let mut all = Vec::new();
     for content in or(&options.content, &["python"]) {
         for order in or(&options.order, &["sequential"]) {
-            for cpus in or(&options.cpus, &["all"]) {
-                let (content, order, sides) = (content.clone(), order.clone(), sides.clone());
-                all.push(Question { content, order, one_cpu: cpus == "one", sides });
+            for touch in or(&options.touch, &["write"]) {
+                for cpus in or(&options.cpus, &["all"]) {
+                    let (content, order, touch, sides) = (content.clone(), order.clone(), touch.clone(), sides.clone());
+                    all.push(Question { content, order, touch, one_cpu: cpus == "one", sides });
+                }
             }
         }
     }
@@ -120,6 +126,7 @@ fn standard(quick: bool) -> Vec<Question> {
     let question = |content: &str, order: &str, one_cpu, sides: &[&str]| Question {
         content: content.to_owned(),
         order: order.to_owned(),
+        touch: "write".to_owned(),
         one_cpu,
         sides: Side::list(sides),
     };
@@ -135,12 +142,17 @@ fn standard(quick: bool) -> Vec<Question> {
         all.extend(others.map(|content| question(content, "sequential", false, &ZRAM_SIDES[..2])));
         all.push(question("python", "backward", false, &ZRAM_SIDES[..2]));
         all.push(question("python", "stride", false, &ZRAM_SIDES[..2]));
+        // What is only read, and what is written to all over, costs us less and more.
+        for touch in ["read", "shift"] {
+            let questions = [false, true].map(|one_cpu| question("python", "sequential", one_cpu, &ZRAM_SIDES[..2]));
+            all.extend(questions.map(|question| Question { touch: touch.to_owned(), ..question }));
+        }
     }
     all
 }
 
 fn targets_of(question: &Question, answers: &Answers) -> Vec<Target> {
-    if question.content != "python" {
+    if question.content != "python" || question.touch != "write" {
         return Vec::new();
     }
     let bound = match (question.order.as_str(), question.one_cpu) {

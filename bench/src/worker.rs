@@ -187,7 +187,7 @@ impl Memory {
             file.read_exact(self.bytes_mut(page)).map_err(named)?;
             // SAFETY: the page is inside the mapping, see `word`.
             unsafe { self.word(page, 1).write(page as u64) };
-            self.hashes.push(self.hash(page));
+            self.hashes.push(self.hash(page, 0));
         }
         Ok(())
     }
@@ -216,25 +216,32 @@ impl Memory {
         Ok(())
     }
 
-    /// Checks every byte of a page that has been visited `visits` times.
+    /// Moves all words of a page but the first two, which know where they are, one place on: every one of them is written to, and
+    /// the page compresses as before.
+    pub fn shift(&mut self, page: usize) {
+        self.bytes_mut(page)[2 * size_of::<u64>()..].rotate_right(size_of::<u64>());
+    }
+
+    /// Checks every byte of a page that has been visited `visits` times, and shifted `shifts` times.
     ///
     /// # Errors
     /// [`WrongBytes`].
-    pub fn verify(&self, page: usize, visits: u64) -> Result<(), WrongBytes> {
+    pub fn verify(&self, page: usize, visits: u64, shifts: u64) -> Result<(), WrongBytes> {
         let check = |found, wanted| if found == wanted { Ok(()) } else { Err(WrongBytes { page, found, wanted }) };
         match self.same {
             Some(wanted) => self.words(page).iter().try_for_each(|&found| check(found, wanted)),
             None => {
                 check(self.words(page)[1], page as u64 + visits)?;
-                check(self.hash(page), self.hashes[page])
+                check(self.hash(page, shifts), self.hashes[page])
             }
         }
     }
 
-    /// A hash of the page without its counter.
-    fn hash(&self, page: usize) -> u64 {
+    /// A hash of the page without its counter, as it was before its shifts.
+    fn hash(&self, page: usize, shifts: u64) -> u64 {
         let words = self.words(page);
-        let others = words[..1].iter().chain(&words[2..]);
+        let (last, first) = words[2..].split_at((shifts % (WORDS as u64 - 2)) as usize);
+        let others = words[..1].iter().chain(first).chain(last);
         others.fold(0, |hash: u64, word| (hash.rotate_left(5) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15))
     }
 
@@ -272,15 +279,15 @@ mod tests {
         let path = image();
         for content in [Content::Image(path.clone()), Content::Same(7)] {
             let memory = Memory::filled(1, &content).unwrap();
-            (0..memory.pages()).for_each(|page| memory.verify(page, 0).unwrap());
+            (0..memory.pages()).for_each(|page| memory.verify(page, 0, 0).unwrap());
             for at in [0, 8, 15, 16, 2048, PAGE_BYTES - 1] {
                 let byte = (memory.address(100) + at) as *mut u8;
                 // SAFETY: `at` is inside page 100 of a mapping that stays; no reference into it lives.
                 unsafe { byte.write(byte.read() ^ 0x10) };
-                assert!(memory.verify(100, 0).is_err(), "byte {at} of {content:?}");
+                assert!(memory.verify(100, 0, 0).is_err(), "byte {at} of {content:?}");
                 // SAFETY: as above.
                 unsafe { byte.write(byte.read() ^ 0x10) };
-                memory.verify(100, 0).unwrap();
+                memory.verify(100, 0, 0).unwrap();
             }
         }
         std::fs::remove_file(path).unwrap();
@@ -290,14 +297,16 @@ mod tests {
     fn a_touch_that_was_lost_is_noticed() {
         let memory = Memory::filled(1, &Content::Same(7)).unwrap();
         memory.touch(3, 0, true).unwrap();
-        memory.verify(3, 1).unwrap();
+        memory.verify(3, 1, 0).unwrap();
         let path = std::env::temp_dir().join(format!("compcache-worker-touch.{}.pages", std::process::id()));
-        std::fs::write(&path, vec![9; PAGE_BYTES]).unwrap();
-        let memory = Memory::filled(1, &Content::Image(path.clone())).unwrap();
+        std::fs::write(&path, (0..PAGE_BYTES).map(|at| (at / 7) as u8).collect::<Vec<u8>>()).unwrap();
+        let mut memory = Memory::filled(1, &Content::Image(path.clone())).unwrap();
         memory.touch(3, 0, true).unwrap();
         memory.touch(3, 1, false).unwrap();
         assert!(memory.touch(3, 0, true).is_err(), "it was visited once, not never");
-        assert!(memory.verify(3, 0).is_err() && memory.verify(3, 1).is_ok());
+        assert!(memory.verify(3, 0, 0).is_err() && memory.verify(3, 1, 0).is_ok());
+        (0..513).for_each(|_| memory.shift(3));
+        assert!(memory.verify(3, 1, 0).is_err() && memory.verify(3, 1, 513).is_ok());
         std::fs::remove_file(path).unwrap();
     }
 }

@@ -57,7 +57,7 @@ fn run(options: &Options) -> Result<(), Box<dyn std::error::Error>> {
         };
         Lap::timed("pass", options.accesses, &mut lap)?;
     }
-    let mut all = (0..pages).map(|page| memory.verify(page, visits[page].into()));
+    let mut all = (0..pages).map(|page| memory.verify(page, visits[page].into(), 0));
     Lap::timed("verify", pages as u64, || all.by_ref().collect::<Result<(), _>>())?;
     Ok(())
 }

@@ -83,7 +83,7 @@ fn run(options: &Options) -> Result<(), Box<dyn std::error::Error>> {
         pause(options);
     }
     for page in 0..memory.pages() {
-        memory.verify(page, 0)?;
+        memory.verify(page, 0, 0)?;
     }
     println!("{}", serde_json::to_string(&distribution(taken_us))?);
     Ok(())

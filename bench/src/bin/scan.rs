@@ -36,8 +36,12 @@ enum Order {
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum Touch {
+    /// Reads a word.
     Read,
+    /// Reads a word and writes it.
     Write,
+    /// As write, and moves all others by a word.
+    Shift,
 }
 
 const STRIDE: usize = 17;
@@ -53,28 +57,34 @@ fn main() {
 fn run(options: &Options) -> Result<(), Box<dyn std::error::Error>> {
     let content = Content::parse(&options.content)?;
     let pages = options.megabytes * 256;
-    let memory = Lap::timed("fill", pages as u64, || Memory::filled(options.megabytes, &content))?;
-    let write = options.touch == Touch::Write;
+    let mut memory = Lap::timed("fill", pages as u64, || Memory::filled(options.megabytes, &content))?;
+    let write = options.touch != Touch::Read;
     let mut rng = fastrand::Rng::with_seed(1);
     let mut shuffled: Vec<u32> = if options.order == Order::Random { (0..pages as u32).collect() } else { Vec::new() };
     for pass in 0..options.passes {
         rng.shuffle(&mut shuffled);
         let visits = if write { pass } else { 0 };
-        Lap::timed("pass", pages as u64, || one_pass(&memory, options.order, &shuffled, visits, write))?;
+        Lap::timed("pass", pages as u64, || one_pass(&mut memory, options, &shuffled, visits))?;
     }
     let visits = if write { options.passes } else { 0 };
-    Lap::timed("verify", pages as u64, || (0..pages).try_for_each(|page| memory.verify(page, visits)))?;
+    let shifts = if options.touch == Touch::Shift { options.passes } else { 0 };
+    Lap::timed("verify", pages as u64, || (0..pages).try_for_each(|page| memory.verify(page, visits, shifts)))?;
     Ok(())
 }
 
-fn one_pass(memory: &Memory, order: Order, shuffled: &[u32], visits: u64, write: bool) -> Result<(), WrongBytes> {
+fn one_pass(memory: &mut Memory, options: &Options, shuffled: &[u32], visits: u64) -> Result<(), WrongBytes> {
     let pages = memory.pages();
-    match order {
-        Order::Sequential => (0..pages).try_for_each(|page| memory.touch(page, visits, write)),
-        Order::Backward => (0..pages).rev().try_for_each(|page| memory.touch(page, visits, write)),
-        Order::Stride => (0..STRIDE)
-            .flat_map(|start| (start..pages).step_by(STRIDE))
-            .try_for_each(|page| memory.touch(page, visits, write)),
-        Order::Random => shuffled.iter().try_for_each(|&page| memory.touch(page as usize, visits, write)),
+    let mut touch = |page| {
+        memory.touch(page, visits, options.touch != Touch::Read)?;
+        if options.touch == Touch::Shift {
+            memory.shift(page);
+        }
+        Ok(())
+    };
+    match options.order {
+        Order::Sequential => (0..pages).try_for_each(touch),
+        Order::Backward => (0..pages).rev().try_for_each(touch),
+        Order::Stride => (0..STRIDE).flat_map(|start| (start..pages).step_by(STRIDE)).try_for_each(touch),
+        Order::Random => shuffled.iter().try_for_each(|&page| touch(page as usize)),
     }
 }
