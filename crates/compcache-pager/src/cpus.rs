@@ -4,7 +4,8 @@
 //! 30 to 60 us where there are virtual processors, several times what the answer takes. The kernel does not know that the two
 //! take turns, and to it a processor that idles is wasted: it takes the program to the one that the handler has just left,
 //! and back again when the handler has come after it. So, when the handler has moved, the evictor keeps the processor that it left
-//! busy while the next fault is answered; after that the kernel has forgotten it (docs/decisions/0013).
+//! busy while the next fault is answered; after that the kernel has forgotten it. If the program is taken there again soon, the same for more
+//! faults (docs/decisions/0013).
 
 use crate::pager::{Pager, clock_ns};
 use crate::process::{self, number, thread_path, with_high_number};
@@ -31,6 +32,8 @@ const FAULTS_SETTLED: u32 = 1024;
 pub const SETTLED: u32 = 0;
 const WANTED: u32 = 1;
 const BUSY: u32 = 2;
+// It was busy for as long as it may be, and there was no fault.
+const LAPSED: u32 = 3;
 
 /// The handler's: stays on the processor of the thread that faults.
 #[derive(Default)]
@@ -55,7 +58,7 @@ impl Follower {
     pub fn reset(&mut self) {
         // Its descriptor was the parent's.
         core::mem::forget(self.watched.take());
-        (self.cpu, self.unsettled, self.answers) = (None, 0, SETTLE_ANSWERS);
+        (self.cpu, self.unsettled) = (None, 0);
     }
 
     /// A fault is about to be answered: after a move, not before the evictor keeps the processor busy that was left. An evictor at
@@ -63,6 +66,10 @@ impl Follower {
     pub fn before_answer(&mut self, pager: &Pager) {
         if self.unsettled == 0 {
             return;
+        }
+        if pager.settle.load(Acquire) == LAPSED {
+            // Faults this seldom are not worth a processor.
+            self.unsettled = 1;
         }
         self.unsettled -= 1;
         if pager.settle.load(Acquire) == BUSY || !pager.evictor_sleeps.load(Acquire) {
@@ -74,18 +81,21 @@ impl Follower {
         while pager.settle.load(Acquire) == WANTED && clock_ns() < until_ns {
             core::hint::spin_loop();
         }
-        if pager.settle.load(Acquire) == BUSY && self.answers == SETTLE_ANSWERS {
-            self.unsettled = 0;
+        match pager.settle.load(Acquire) {
+            BUSY if self.answers == SETTLE_ANSWERS => self.unsettled = 0,
+            // It cannot, or not soon: once more at most.
+            WANTED => self.unsettled = self.unsettled.min(1),
+            _ => {}
         }
     }
 
     /// A thread has faulted, and has been answered.
     pub fn note_fault(&mut self, pager: &Pager, thread: u32) {
+        let is_same = self.watched.as_ref().is_some_and(|watched| watched.thread == thread);
         if self.unsettled == 0 {
             pager.settle.store(SETTLED, Release);
         }
         self.settled = self.settled.saturating_add(1);
-        let is_same = self.watched.as_ref().is_some_and(|watched| watched.thread == thread);
         self.is_one_thread &= is_same;
         self.faults += 1;
         if self.faults < self.until_look {
@@ -113,12 +123,15 @@ impl Follower {
             self.until_look = FAULTS_AFTER_A_MOVE;
         }
         if run_on(&only(cpu)) {
-            // Where several threads fault, the processor that was left may be another one's.
             // Once is not enough while the other processors are hardly used: who is woken is taken to one that idles then.
             let is_soon = core::mem::take(&mut self.settled) < FAULTS_SETTLED;
-            self.answers = if is_soon { (self.answers * 2).min(SETTLE_ANSWERS_MAX) } else { SETTLE_ANSWERS };
+            let answers = if is_soon { self.answers * 2 } else { 0 };
+            self.answers = answers.clamp(SETTLE_ANSWERS, SETTLE_ANSWERS_MAX);
+            // Where several threads fault, the processor that was left may be another one's.
             self.unsettled = if is_one_thread && self.cpu.is_some() { self.answers } else { 0 };
             self.cpu = Some(cpu);
+            // It may be the one that is still kept busy.
+            pager.settle.store(SETTLED, Release);
             pager.handler_cpu.store(cpu, Release);
         }
     }
@@ -160,7 +173,8 @@ impl Clear {
             while pager.settle.load(Acquire) == BUSY && pager.bell.load(Acquire) == seen && clock_ns() < until_ns {
                 core::hint::spin_loop();
             }
-            let _ = pager.settle.compare_exchange(BUSY, SETTLED, AcqRel, Relaxed);
+            let ended = if pager.bell.load(Acquire) == seen { LAPSED } else { SETTLED };
+            let _ = pager.settle.compare_exchange(BUSY, ended, AcqRel, Relaxed);
         }
         self.run_on_others();
     }

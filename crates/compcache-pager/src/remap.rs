@@ -264,6 +264,7 @@ pub fn take_out(
         }
     };
     if !registered {
+        state.own_move = (0, 0);
         // Another mapping than the one that was meant. Nothing of it is lost if it had no pages yet.
         // SAFETY: the frames are the pager's own.
         if there != 0 || !unsafe { memory::map_over(target, len) } {

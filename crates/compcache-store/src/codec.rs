@@ -178,7 +178,8 @@ impl Codecs {
         if length == 0 {
             return Change::Patch(LZ4, &output[..base_bytes.len()]);
         }
-        room[length..length + PATCH_LENGTH].copy_from_slice(&(length as u16).to_le_bytes());
+        let Some(end) = room.get_mut(length..length + PATCH_LENGTH) else { return Change::Much };
+        end.copy_from_slice(&(length as u16).to_le_bytes());
         Change::Patch(LZ4_PATCHED, &output[..base_bytes.len() + length + PATCH_LENGTH])
     }
 

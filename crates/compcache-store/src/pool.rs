@@ -7,8 +7,8 @@
 //! | rewrite   | compared with the word | a patch, if little changed     | compared                | as write                |
 //! | take      | read, then discarded  | read, then discarded            | read, then discarded    | (no difference)         |
 //!
-//! A page is compressed before its slot is locked; the lock is held while the object is placed, or decoded, and for that
-//! page alone. Two writers of one page: the later one to lock stays. Whatever fails leaves the page as it was.
+//! A page is compressed before its slot is locked; the lock is held while the object is placed, or decoded (both, when a page is
+//! rewritten), and for that page alone. Two writers of one page: the later one to lock stays. Whatever fails leaves the page as it was.
 //!
 //! Not here: tables, arena, codecs, limit; this module puts them together.
 

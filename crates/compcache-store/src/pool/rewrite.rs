@@ -30,6 +30,7 @@ impl Pool {
     /// # Errors
     /// As [`Pool::write`].
     pub fn rewrite(&self, worker: &mut Worker, index: PageIndex, page: &Page) -> Result<Rewritten, StoreError> {
+        debug_assert!(core::ptr::eq(&*self.store, &**worker.store()), "a worker serves one store");
         let start_ns = worker.now_ns();
         match self.patch(worker, index, page) {
             Some(Rewritten::Patched { bytes }) => {
@@ -51,8 +52,9 @@ impl Pool {
         let mut guard = self.lock_for_reading(worker, index)?;
         let old = match guard.get() {
             Slot::Stored(old) => old,
-            Slot::SameFilled { word } => {
-                return (page::repeated_word(page) == Some(word)).then_some(Rewritten::Unchanged);
+            Slot::SameFilled { word } if page::repeated_word(page) == Some(word) => {
+                guard.touch(store.age());
+                return Some(Rewritten::Unchanged);
             }
             _ => return None,
         };
