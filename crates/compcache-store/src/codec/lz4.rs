@@ -1,6 +1,6 @@
 //! LZ4: the encoder of `lz4_flex`, whose table is made once, and the decoder of the C library.
 //!
-//! Of each the faster one (docs/decisions/0016-lz4-decoder.md). The C decoder stays within both its bounds, whatever it is given; but of a
+//! Why: docs/decisions/0016-lz4-decoder.md. The C decoder stays within both its bounds, whatever it is given; but of a
 //! damaged object it may make a page with bytes that were in the buffer before. The checksum comes first.
 
 #![allow(unsafe_code)]

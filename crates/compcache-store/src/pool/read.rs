@@ -122,13 +122,16 @@ impl Pool {
         Some(guard)
     }
 
+    /// The bytes of an object, if they are what was stored.
+    pub(super) fn checked_bytes<'g>(&'g self, guard: &'g SlotGuard<'_>, object: &Object) -> Option<&'g [u8]> {
+        let bytes = guard.bytes(object, &self.store.arena)?;
+        (checksum::of(bytes, object.codec) == object.checksum).then_some(bytes)
+    }
+
     /// Decodes an object into `page`, after its checksum says that it is what was stored.
     fn decode(&self, worker: &mut Worker, guard: &SlotGuard<'_>, object: &Object, page: &mut Page) -> bool {
         let store = &self.store;
-        let Some(bytes) = guard.bytes(object, &store.arena) else { return false };
-        if checksum::of(bytes, object.codec) != object.checksum {
-            return false;
-        }
+        let Some(bytes) = self.checked_bytes(guard, object) else { return false };
         match (object.codec, <&Page>::try_from(bytes)) {
             (Some(id), _) => worker.codecs.decompress(id, bytes, page, &store.dictionaries),
             (None, Ok(raw)) => {

@@ -2,7 +2,6 @@
 
 use super::write::COMPRESSED_MAX;
 use super::{Pool, Written};
-use crate::checksum;
 use crate::codec::Change;
 use crate::error::StoreError;
 use crate::page::{self, Page, PageIndex};
@@ -58,10 +57,7 @@ impl Pool {
             }
             _ => return None,
         };
-        let bytes = guard.bytes(&old, &store.arena)?;
-        if checksum::of(bytes, old.codec) != old.checksum {
-            return None;
-        }
+        let bytes = self.checked_bytes(&guard, &old)?;
         let change = match old.codec {
             Some(id) => worker.codecs.change(self.codec(), id, bytes, page, &store.dictionaries),
             None if bytes == page => Change::None,
