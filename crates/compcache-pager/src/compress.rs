@@ -104,7 +104,10 @@ pub fn settle(pager: &Pager, state: &mut State, batch: &Batch) {
             && matches!(word.phase(), Phase::Staged)
             && word.payload() == (group * GROUP + place) as Frame
     });
-    if still_staged {
+    // Its other pages are the oldest there are; but if the pool takes none, another group's turn comes first.
+    if still_staged && stored != 0 {
+        state.staging.staged.push_front(group);
+    } else if still_staged {
         state.staging.staged.push(group);
     } else {
         release(pager, state, group);

@@ -440,7 +440,7 @@ impl Evictor {
                 }
                 continue;
             }
-            match self.fill_group(pager, channel, &mut state) {
+            match self.fill_groups(pager, channel, &mut state) {
                 Filled::Some => {
                     fruitless = 0;
                     self.unshare(state);

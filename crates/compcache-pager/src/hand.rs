@@ -12,7 +12,7 @@ use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State, Way};
 use crate::process;
 use crate::scan::ScanBuffer;
-use crate::staging::GROUP;
+use crate::staging::{FILLED_AT_ONCE, GROUP};
 use crate::sys::Errno;
 use crate::table::{HEAT_MAX, Phase};
 use core::ops::Range;
@@ -20,7 +20,7 @@ use core::ops::Range;
 /// How much of the address range is looked at in one scan, bytes.
 const SCAN_BYTES: usize = 16 << 20;
 const RUNS_MAX: usize = 128;
-/// Of so many groups in a row that leave while the small queue is full, the last is the hand's.
+/// After so many groups, while the small queue is full, one is the hand's.
 const SMALL_GROUPS: u32 = 32;
 const SHARED_MAX: usize = 64;
 /// Pages that are not cold, or not there, between two that move with one call.
@@ -39,6 +39,7 @@ pub struct Hand {
     rest: Range<usize>,
     is_small: bool,
     aside: Range<usize>,
+    /// Groups filled since the hand's last turn.
     groups: u32,
     random: u64,
     /// The map's generation when `runs` was filled.
@@ -68,7 +69,7 @@ impl Hand {
             random: 88_172_645_463_325_252,
             generation: 0,
             at: 0,
-            most: GROUP,
+            most: GROUP * FILLED_AT_ONCE,
             odd: 0,
             before_span: (0, 0..0),
             shared: [0; SHARED_MAX],
@@ -98,7 +99,7 @@ impl Hand {
 
     /// Pages have moved.
     pub fn moved(&mut self) {
-        (self.most, self.odd) = (GROUP, 0);
+        (self.most, self.odd) = (GROUP * FILLED_AT_ONCE, 0);
     }
 
     /// Whether [`Hand::take_shared`] has as many pages as there is room for.
@@ -112,13 +113,14 @@ impl Hand {
         &self.shared[..count]
     }
 
-    /// A group is about to be filled: decides whose turn it is.
-    pub fn begin_group(&mut self, pager: &Pager, channel: &Channel, state: &mut State) {
+    /// Groups are about to be filled: decides whose turn it is, and how many groups at most.
+    pub fn begin(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> usize {
         // Where a group holds one span only, pages that lie apart are dear.
-        let full = matches!(channel.way, Way::Move { .. }) && state.small.is_full(state.limit_pages);
-        self.groups = self.groups.wrapping_add(1);
-        let small = full && !self.groups.is_multiple_of(SMALL_GROUPS);
+        let one_span = matches!(channel.way, Way::Remap);
+        let full = !one_span && state.small.is_full(state.limit_pages);
+        let small = full && self.groups < SMALL_GROUPS;
         if full && !small {
+            self.groups = 0;
             leave_to_hand(pager, state);
             self.jump(state);
         }
@@ -131,6 +133,18 @@ impl Hand {
                 drop_copies_of(pager, state, before);
             }
         }
+        // When it is the hand's turn under a scan, as many pages become its own as it takes.
+        if one_span || full && !small { 1 } else { state.staging.filled_at_once() }
+    }
+
+    /// Whether what is under the hand is from the small queue.
+    pub fn is_small(&self) -> bool {
+        self.is_small
+    }
+
+    /// So many groups have been filled.
+    pub fn filled(&mut self, groups: usize) {
+        self.groups = self.groups.saturating_add(groups as u32);
     }
 
     /// Goes on somewhere else. In step with a scan it would take what is needed next.
@@ -152,8 +166,15 @@ impl Hand {
     }
 
     /// Sees to it that there is something in `rest`: what is left of a run, or the next one. False when the hand has been
-    /// everywhere.
-    pub fn next_run(&mut self, pager: &Pager, channel: &Channel, state: &mut State, wrapped: &mut u32) -> bool {
+    /// everywhere. The small queue gives `room` pages at most.
+    pub fn next_run(
+        &mut self,
+        pager: &Pager,
+        channel: &Channel,
+        state: &mut State,
+        room: usize,
+        wrapped: &mut u32,
+    ) -> bool {
         if self.generation != state.generation {
             self.generation = state.generation;
             if self.is_small {
@@ -165,7 +186,7 @@ impl Hand {
             return true;
         }
         if self.is_small {
-            if state.small.is_full(state.limit_pages) && self.take_small(state) {
+            if state.small.is_full(state.limit_pages) && self.take_small(state, room) {
                 return true;
             }
             self.is_small = false;
@@ -179,7 +200,7 @@ impl Hand {
                 *wrapped += 1;
                 // Each round takes one degree of heat off: after as many everything is cold that is there.
                 if *wrapped > HEAT_MAX + 1 || state.regions.len() == 0 {
-                    self.is_small = matches!(channel.way, Way::Move { .. }) && self.take_small(state);
+                    self.is_small = matches!(channel.way, Way::Move { .. }) && self.take_small(state, room);
                     return self.is_small;
                 }
                 self.at = 0;
@@ -201,9 +222,9 @@ impl Hand {
         true
     }
 
-    /// Puts the oldest run of the small queue under the hand, as far as it is still registered.
-    fn take_small(&mut self, state: &mut State) -> bool {
-        while let Some(pages) = state.small.pop() {
+    /// Puts the oldest run of the small queue under the hand, `most` pages of it, as far as it is still registered.
+    fn take_small(&mut self, state: &mut State, most: usize) -> bool {
+        while let Some(pages) = state.small.pop(most as u64) {
             let run = pages.start as usize * PAGE..pages.end as usize * PAGE;
             let Some(region) = state.regions.at_or_after(run.start) else { continue };
             let run = run.start.max(region.start)..run.end.min(region.end);
@@ -305,11 +326,11 @@ fn drop_copies_of(pager: &Pager, state: &mut State, addresses: Range<usize>) {
     copies::drop_copies(pager, state, process::page_of(addresses.start)..process::page_of(addresses.end));
 }
 
-/// Leaves the oldest pages of the small queue to the hand, about a group of them.
+/// Leaves the oldest pages of the small queue to the hand, a group of them.
 fn leave_to_hand(pager: &Pager, state: &mut State) {
     let mut left = 0;
     while left < GROUP as u64
-        && let Some(run) = state.small.pop()
+        && let Some(run) = state.small.pop(GROUP as u64 - left)
     {
         left += run.end - run.start;
         copies::drop_copies(pager, state, run);

@@ -8,7 +8,7 @@ use crate::events;
 use crate::evict::Evictor;
 use crate::lock::Guard;
 use crate::memory::PAGE;
-use crate::pager::{Channel, Pager, State, Way};
+use crate::pager::{Channel, Pager, State, Way, clock_ns};
 use crate::process;
 use crate::remap;
 use crate::shared::Trouble;
@@ -23,6 +23,10 @@ use core::sync::atomic::Ordering::*;
 
 /// Garbage frames given back with one call.
 pub const BURIED_AT_ONCE: usize = 256;
+
+/// How long the lock is held before it is let go at the end of a group: where the calls interrupt nobody, several groups are
+/// filled in that time.
+const HELD_FOR_NS: u64 = 400_000;
 
 /// How filling a group ended.
 pub enum Filled {
@@ -44,22 +48,23 @@ impl Evictor {
         let frames_start = state.staging.start;
         state.under_way += 1;
         drop(state);
-        let mut buried = 0;
-        for (left, &group) in left.iter_mut().zip(groups) {
-            let mut from = 0;
-            while let Some(run) = next_run_of_bits(*left, from) {
-                let start = frames_start + (group * GROUP + run.start) * PAGE;
-                let gone = match channel.way {
-                    Way::Move { quiet } => {
-                        let grave = pager.morgue_start + buried * PAGE;
-                        channel.move_pages(quiet, grave, start, run.len() * PAGE).0 / PAGE
-                    }
-                    Way::Remap => drop_contents(start, run.len()),
-                };
-                *left &= !(bits(gone) << run.start);
-                buried += gone;
-                from = run.end;
+        let (mut buried, mut at) = (0, 0);
+        while let Some(run) = next_run_of_frames(groups, &left, at) {
+            let start = frames_start + run.start * PAGE;
+            let gone = match channel.way {
+                Way::Move { quiet } => {
+                    let grave = pager.morgue_start + buried * PAGE;
+                    channel.move_pages(quiet, grave, start, run.len() * PAGE).0 / PAGE
+                }
+                Way::Remap => drop_contents(start, run.len()),
+            };
+            for frame in run.start..run.start + gone {
+                if let Ok(place) = groups.binary_search(&(frame / GROUP)) {
+                    left[place] &= !(1 << (frame % GROUP));
+                }
             }
+            buried += gone;
+            at = run.end;
         }
         if buried > 0 && matches!(channel.way, Way::Move { .. }) {
             drop_contents(pager.morgue_start, buried);
@@ -80,18 +85,23 @@ impl Evictor {
     }
 
     /// Moves cold pages into an empty group until it is full, under one hold of the lock: who waits for it leaves a
-    /// processor idle, and one that idles need not be interrupted for every move (docs/decisions/0006).
-    pub fn fill_group(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> Filled {
+    /// processor idle, and one that idles need not be interrupted for every move (docs/decisions/0006). Into several groups
+    /// when as many neighbours move with one call, or while the small queue has more (docs/decisions/0017).
+    pub fn fill_groups(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> Filled {
         if !pager.is_settled(state) {
             return Filled::EventPending;
         }
-        let Some(group) = state.staging.pop_empty() else { return Filled::Nothing };
-        self.hand.begin_group(pager, channel, state);
+        let most = self.hand.begin(pager, channel, state);
+        let Some(groups) = state.staging.take_empty(most) else { return Filled::Nothing };
         let (mut filled, mut wrapped, mut outcome) = (0, 0, Filled::Nothing);
+        let (mut wanted, begun_ns) = (groups.len() * GROUP, clock_ns());
         // Shared pages are made the process's own, and moved the next time, before the hand goes on.
-        while filled < GROUP && !self.hand.has_many_shared() && self.hand.next_run(pager, channel, state, &mut wrapped)
-        {
-            let (frame, room) = ((group * GROUP + filled) as Frame, GROUP - filled);
+        while filled < wanted && !self.hand.has_many_shared() {
+            let frame = (groups.start * GROUP + filled) as Frame;
+            let room = wanted - filled;
+            if !self.hand.next_run(pager, channel, state, room, &mut wrapped) {
+                break;
+            }
             let piece = match channel.way {
                 Way::Move { .. } => self.move_run(pager, channel, state, frame, room),
                 Way::Remap => self.remap_span(pager, channel, state, frame, room),
@@ -103,12 +113,24 @@ impl Evictor {
                     break;
                 }
             }
+            // What the hand itself takes makes room for what is needed now, and no more.
+            if !self.hand.is_small() || clock_ns() - begun_ns > HELD_FOR_NS {
+                wanted = wanted.min(filled.next_multiple_of(GROUP).max(GROUP));
+            }
         }
-        if state.staging.groups[group].present == 0 {
-            state.staging.empty.push(group);
+        let mut staged = 0;
+        for group in groups {
+            if state.staging.groups[group].present == 0 {
+                state.staging.give_empty(group);
+            } else {
+                state.staging.staged.push(group);
+                staged += 1;
+            }
+        }
+        if staged == 0 {
             return outcome;
         }
-        state.staging.staged.push(group);
+        self.hand.filled(staged);
         pager.exhausted.store(false, Release);
         Filled::Some
     }
@@ -245,11 +267,6 @@ pub fn drop_contents(start: usize, pages: usize) -> usize {
     if dropped.is_ok() { pages } else { 0 }
 }
 
-/// The lowest `count` bits; at most 63 when they are to be shifted.
-fn bits(count: usize) -> u64 {
-    if count < 64 { (1 << count) - 1 } else { u64::MAX }
-}
-
 /// The first run of set bits of `bits` at or after `from`.
 fn next_run_of_bits(bits: u64, from: usize) -> Option<Range<usize>> {
     let rest = bits.checked_shr(from as u32).filter(|&rest| rest != 0)?;
@@ -257,8 +274,60 @@ fn next_run_of_bits(bits: u64, from: usize) -> Option<Range<usize>> {
     Some(start..start + (bits >> start).trailing_ones() as usize)
 }
 
+/// The first run of neighbouring frames at or after `from` that have their bit set: `bits` go with `groups`, which ascend.
+fn next_run_of_frames(groups: &[usize], bits: &[u64], from: usize) -> Option<Range<usize>> {
+    let mut found: Option<Range<usize>> = None;
+    for (&group, &bits) in groups.iter().zip(bits) {
+        let first = group * GROUP;
+        let mut at = from.saturating_sub(first);
+        while at < GROUP
+            && let Some(run) = next_run_of_bits(bits, at)
+        {
+            let run = first + run.start..first + run.end;
+            at = run.end - first;
+            match &mut found {
+                None => found = Some(run),
+                Some(found) if found.end == run.start => found.end = run.end,
+                Some(_) => return found,
+            }
+        }
+    }
+    found
+}
+
 fn drop_pages(state: &mut State, pages: u64) {
     let from_grown = pages.min(state.grown_pages);
     state.grown_pages -= from_grown;
     state.resident_pages -= (pages - from_grown).min(state.resident_pages);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn runs(groups: &[usize], bits: &[u64]) -> Vec<Range<usize>> {
+        let (mut at, mut runs) = (0, Vec::new());
+        while let Some(run) = next_run_of_frames(groups, bits, at) {
+            at = run.end;
+            runs.push(run);
+        }
+        runs
+    }
+
+    #[test]
+    fn frames_of_neighbouring_groups_are_one_run() {
+        assert_eq!(runs(&[1, 2, 4], &[u64::MAX, u64::MAX, u64::MAX]), [64..192, 256..320]);
+        assert_eq!(runs(&[0, 1], &[1 << 63 | 0b110, 0b1011]), [1..3, 63..66, 67..68]);
+        assert_eq!(runs(&[3], &[0]), []);
+    }
+
+    #[test]
+    fn every_frame_is_in_one_run() {
+        // The last four frames of a group and the first four of the next, in all ways.
+        for mask in 0..256u64 {
+            let bits = [mask << 60, mask >> 4];
+            let wanted = (0..8).filter(|place| mask >> place & 1 == 1).map(|place| 5 * GROUP + 60 + place);
+            assert!(runs(&[5, 6], &bits).into_iter().flatten().eq(wanted), "{mask:b}");
+        }
+    }
 }

@@ -11,7 +11,7 @@
 //! # Source
 //! S3-FIFO (Yang et al., 2023): small queue, main queue (the hand), ghost queue (the refault distance).
 
-use crate::staging::GROUP;
+use crate::staging::{FILLED_AT_ONCE, GROUP};
 use core::ops::Range;
 
 /// Runs that can wait; the oldest is left to the hand when one more comes.
@@ -21,17 +21,20 @@ const RUNS_MAX: usize = 1 << 14;
 const SHARE: u64 = 10;
 const PAGES_MIN: u64 = 256;
 
-/// Neighbouring pages that came one after the other: bits 0-6 how many, above them the first one's number.
+/// Most pages of a run: as many as leave with one call.
+const RUN_PAGES: u64 = (GROUP * FILLED_AT_ONCE) as u64;
+
+/// Neighbouring pages that came one after the other: bits 0-9 how many, above them the first one's number.
 #[derive(Clone, Copy)]
 struct Run(u64);
 
 impl Run {
     fn new(pages: Range<u64>) -> Run {
-        Run(pages.start << 7 | (pages.end - pages.start))
+        Run(pages.start << 10 | (pages.end - pages.start))
     }
 
     fn pages(self) -> Range<u64> {
-        self.0 >> 7..(self.0 >> 7) + (self.0 & 0x7f)
+        self.0 >> 10..(self.0 >> 10) + (self.0 & 0x3ff)
     }
 }
 
@@ -44,7 +47,7 @@ pub struct SmallQueue {
 }
 
 impl SmallQueue {
-    /// Adds pages at the end, and so to the last run if they go on where it ends. At most a group. Returns the oldest run if it
+    /// Adds pages at the end, and so to the last run if they go on where it ends. At most a group at a time. Returns the oldest run if it
     /// had to make room.
     pub fn push(&mut self, pages: Range<u64>) -> Option<Range<u64>> {
         debug_assert!(pages.end - pages.start <= GROUP as u64);
@@ -52,25 +55,30 @@ impl SmallQueue {
         if self.len > 0 {
             let last = &mut self.runs[(self.head + self.len - 1) % RUNS_MAX];
             let before = last.pages();
-            if before.end == pages.start && pages.end - before.start <= GROUP as u64 {
+            if before.end == pages.start && pages.end - before.start <= RUN_PAGES {
                 *last = Run::new(before.start..pages.end);
                 return None;
             }
         }
-        let oldest = if self.len == RUNS_MAX { self.pop() } else { None };
+        let oldest = if self.len == RUNS_MAX { self.pop(RUN_PAGES) } else { None };
         self.runs[(self.head + self.len) % RUNS_MAX] = Run::new(pages);
         self.len += 1;
         oldest
     }
 
-    /// Takes the oldest run.
-    pub fn pop(&mut self) -> Option<Range<u64>> {
+    /// Takes the oldest run, or `most` pages of it.
+    pub fn pop(&mut self, most: u64) -> Option<Range<u64>> {
         if self.len == 0 {
             return None;
         }
-        let pages = self.runs[self.head].pages();
-        self.head = (self.head + 1) % RUNS_MAX;
-        self.len -= 1;
+        let run = self.runs[self.head].pages();
+        let pages = run.start..run.end.min(run.start + most);
+        if pages.end < run.end {
+            self.runs[self.head] = Run::new(pages.end..run.end);
+        } else {
+            self.head = (self.head + 1) % RUNS_MAX;
+            self.len -= 1;
+        }
         self.pages -= pages.end - pages.start;
         Some(pages)
     }
@@ -100,17 +108,18 @@ mod tests {
         for pages in [10..14, 14..18, 30..31] {
             assert_eq!(queue.push(pages), None);
         }
-        assert_eq!(queue.pop(), Some(10..18));
-        assert_eq!(queue.pop(), Some(30..31));
-        assert_eq!(queue.pop(), None);
+        assert_eq!(queue.pop(RUN_PAGES), Some(10..18));
+        assert_eq!(queue.pop(RUN_PAGES), Some(30..31));
+        assert_eq!(queue.pop(RUN_PAGES), None);
         assert!(!queue.is_full(0));
     }
 
     #[test]
-    fn a_run_is_no_longer_than_a_group() {
+    fn a_run_is_no_longer_than_what_leaves_at_once() {
         let mut queue = queue();
-        (0..10).for_each(|run| _ = queue.push(run * 16..run * 16 + 16));
-        assert_eq!(queue.pop(), Some(0..GROUP as u64));
+        (0..40).for_each(|run| _ = queue.push(run * 16..run * 16 + 16));
+        assert_eq!(queue.pop(10), Some(0..10));
+        assert_eq!(queue.pop(RUN_PAGES), Some(10..RUN_PAGES));
     }
 
     #[test]
@@ -119,7 +128,7 @@ mod tests {
         (0..RUNS_MAX as u64).for_each(|run| assert_eq!(queue.push(run * 2..run * 2 + 1), None));
         let last = RUNS_MAX as u64 * 2;
         assert_eq!(queue.push(last..last + 1), Some(0..1));
-        assert_eq!(queue.pop(), Some(2..3));
+        assert_eq!(queue.pop(RUN_PAGES), Some(2..3));
         assert!(queue.is_full(SHARE * (RUNS_MAX as u64 - 2)) && !queue.is_full(SHARE * RUNS_MAX as u64));
     }
 }

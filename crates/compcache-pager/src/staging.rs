@@ -4,7 +4,8 @@
 //! back to the system with others.
 //!
 //! Frames are kept in groups of 64 neighbouring ones, so that a run of pages moves with one call: a call interrupts every
-//! other processor that runs the process, which in a virtual machine takes 20 us, for one page as for 64.
+//! other processor that runs the process, which in a virtual machine takes 20 us, for one page as for 64. Neighbouring
+//! groups are filled, and given back, with one call where it can be: empty and free groups are sets, not queues.
 //!
 //! | group     | its frames hold                | it is in      |
 //! |-----------|--------------------------------|---------------|
@@ -19,6 +20,8 @@ use core::ops::Range;
 
 /// Frames of a group.
 pub const GROUP: usize = 64;
+/// Most groups filled with one call.
+pub const FILLED_AT_ONCE: usize = 4;
 /// Most groups there can be: 64 MiB of frames.
 pub const GROUPS_MAX: usize = 256;
 
@@ -37,11 +40,6 @@ impl Queue {
     /// How many groups are queued.
     pub fn len(&self) -> usize {
         self.len
-    }
-
-    /// Whether none is queued.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
     }
 
     /// Adds a group at the end.
@@ -71,6 +69,52 @@ impl Queue {
     }
 }
 
+/// A set of group numbers.
+pub struct Set {
+    bits: [u64; GROUPS_MAX / 64],
+}
+
+impl Set {
+    const fn new() -> Set {
+        Set { bits: [0; GROUPS_MAX / 64] }
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.bits == [0; GROUPS_MAX / 64]
+    }
+
+    /// Adds a group.
+    pub fn add(&mut self, group: usize) {
+        self.bits[group / 64] |= 1 << (group % 64);
+    }
+
+    fn has(&self, group: usize) -> bool {
+        self.bits[group / 64] >> (group % 64) & 1 == 1
+    }
+
+    fn remove(&mut self, group: usize) {
+        self.bits[group / 64] &= !(1 << (group % 64));
+    }
+
+    /// Takes `most` neighbours, or else the most there are.
+    fn take(&mut self, most: usize) -> Option<Range<usize>> {
+        let mut best = 0..0;
+        let mut at = 0;
+        while best.len() < most
+            && let Some(start) = (at..GROUPS_MAX).find(|&group| self.has(group))
+        {
+            let len = (start..GROUPS_MAX).take(most).take_while(|&group| self.has(group)).count();
+            if len > best.len() {
+                best = start..start + len;
+            }
+            at = start + len;
+        }
+        best.clone().for_each(|group| self.remove(group));
+        (!best.is_empty()).then_some(best)
+    }
+}
+
 /// One group.
 #[derive(Clone, Copy)]
 pub struct Group {
@@ -91,11 +135,11 @@ pub struct Staging {
     /// The groups.
     pub groups: [Group; GROUPS_MAX],
     /// Groups whose frames hold nothing.
-    pub empty: Queue,
+    pub empty: Set,
     /// Groups whose frames hold pages.
     pub staged: Queue,
     /// Groups with garbage frames.
-    pub free: Queue,
+    pub free: Set,
     /// Groups that are never used again: something else is mapped at some of their frames.
     retired: [bool; GROUPS_MAX],
     /// Garbage frames in `free`.
@@ -110,19 +154,20 @@ impl Staging {
     pub fn reset(&mut self, start: usize, groups_max: usize) {
         self.start = start;
         self.groups_max = groups_max;
-        self.empty = Queue::new();
+        self.empty = Set::new();
         self.staged = Queue::new();
-        self.free = Queue::new();
+        self.free = Set::new();
         self.free_frames = 0;
         for group in (0..groups_max).filter(|&group| !self.retired[group]) {
             self.groups[group] = Group { present: 0, pages: [0; GROUP], copies: 0 };
-            self.empty.push(group);
+            self.empty.add(group);
         }
     }
 
     /// Leaves a group alone once it holds nothing.
     pub fn retire(&mut self, group: usize) {
         self.retired[group] = true;
+        self.empty.remove(group);
     }
 
     /// Addresses of the frames of every group that may hold something.
@@ -144,14 +189,21 @@ impl Staging {
         group < GROUPS_MAX && !self.retired[group]
     }
 
-    /// Takes an empty group.
-    pub fn pop_empty(&mut self) -> Option<usize> {
-        while let Some(group) = self.empty.pop() {
-            if !self.retired[group] {
-                return Some(group);
-            }
+    /// Takes neighbouring empty groups: one to `most`.
+    pub fn take_empty(&mut self, most: usize) -> Option<Range<usize>> {
+        self.empty.take(most)
+    }
+
+    /// A group's frames hold nothing.
+    pub fn give_empty(&mut self, group: usize) {
+        if !self.retired[group] {
+            self.empty.add(group);
         }
-        None
+    }
+
+    /// Most groups to be filled with one call: one of eight, so that a second chance stays one.
+    pub fn filled_at_once(&self) -> usize {
+        (self.groups_max / 8).clamp(1, FILLED_AT_ONCE)
     }
 
     /// Address of a frame, bytes.
@@ -159,17 +211,20 @@ impl Staging {
         self.start + frame as usize * 4096
     }
 
-    /// Takes up to `out.len()` groups with garbage frames off their list; returns how many. [`Staging::given_back`] ends
+    /// Takes up to `out.len()` groups with garbage frames, neighbours first; returns how many, in ascending order. [`Staging::given_back`] ends
     /// what this began.
     pub fn take_garbage(&mut self, out: &mut [usize]) -> usize {
         let mut taken = 0;
-        while let Some(place) = out.get_mut(taken)
-            && let Some(group) = self.free.pop()
+        while taken < out.len()
+            && let Some(groups) = self.free.take(out.len() - taken)
         {
-            self.free_frames -= self.groups[group].present.count_ones() as usize;
-            *place = group;
-            taken += 1;
+            for group in groups {
+                self.free_frames -= self.groups[group].present.count_ones() as usize;
+                out[taken] = group;
+                taken += 1;
+            }
         }
+        out[..taken].sort_unstable();
         taken
     }
 
@@ -199,9 +254,41 @@ impl Staging {
         let frames = self.groups[group].present.count_ones() as usize;
         self.free_frames += frames;
         if frames == 0 {
-            self.empty.push(group);
+            self.give_empty(group);
         } else {
-            self.free.push(group);
+            self.free.add(group);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(groups: &[usize]) -> Set {
+        let mut set = Set::new();
+        groups.iter().for_each(|&group| set.add(group));
+        set
+    }
+
+    #[test]
+    fn neighbours_are_taken_together_and_the_longest_run_when_none_is_long_enough() {
+        let mut groups = set(&[0, 2, 3, 62, 63, 64, 65, 66, 255]);
+        assert_eq!(groups.take(4), Some(62..66));
+        assert_eq!(groups.take(4), Some(2..4));
+        assert_eq!(groups.take(1), Some(0..1));
+        assert_eq!(groups.take(4), Some(66..67));
+        assert_eq!(groups.take(4), Some(255..256));
+        assert_eq!(groups.take(4), None);
+        assert!(groups.is_empty());
+    }
+
+    #[test]
+    fn what_is_removed_is_not_taken() {
+        let mut groups = set(&[7, 8, 9]);
+        groups.remove(8);
+        assert_eq!(groups.take(3), Some(7..8));
+        assert_eq!(groups.take(3), Some(9..10));
+        assert!(groups.is_empty());
     }
 }
