@@ -45,6 +45,22 @@ impl Pool {
         self.for_each_leaf(first, count, |leaf_first| self.for_each_in_leaf(leaf_first, first, count, &mut each));
     }
 
+    /// The first of the `count` pages from `first` on that is stored when it is looked at.
+    pub fn next_stored(&self, first: PageIndex, count: u64) -> Option<PageIndex> {
+        let end = first.plus(count);
+        let mut next = first;
+        while let Some(leaf_first) = self.core.tree.next_leaf(&self.store.tables, next, end) {
+            let from = next.max(leaf_first);
+            next = leaf_first.plus(FANOUT as u64);
+            let Some(leaf) = self.core.tree.leaf(&self.store.tables, leaf_first) else { continue };
+            let present = |index: &u64| slot::is_present(leaf.meta[(index - leaf_first.0) as usize].load(Relaxed));
+            if let Some(index) = (from.0..end.min(next).0).find(present) {
+                return Some(PageIndex(index));
+            }
+        }
+        None
+    }
+
     /// Moves what page `from` holds to page `to`: the object stays, the slot moves, the age with it. What `to` held is
     /// freed; if `from` is absent, so is `to` afterwards. Returns whether there was something to move.
     ///

@@ -1,0 +1,236 @@
+//! A device that remembers all that was written to another, and finds out when that one returns something else.
+//!
+//! For tests and for looking into trouble: it keeps a second copy of everything, and lets one request change the device at
+//! a time (reads go side by side). What becomes of the blocks of a write that failed is not known, so they are not
+//! checked until they are written or discarded whole.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
+
+use crate::device::{BLOCK_BYTES, BlockDevice, Extent, Lane, Manner, Outcome, Zeroes};
+use crate::error::DeviceError;
+use crate::range::Split;
+
+const BLOCK: u64 = BLOCK_BYTES as u64;
+
+/// Another device, all of whose answers are compared with what it was told, as behind nbdkit's checkwrite filter.
+pub struct Checked {
+    inner: Arc<dyn BlockDevice>,
+    memory: RwLock<Memory>,
+    lies: AtomicU64,
+}
+
+/// What the device ought to hold.
+#[derive(Default)]
+struct Memory {
+    /// Reaches as far as anything was written; beyond are zeroes.
+    bytes: Vec<u8>,
+    unknown_blocks: HashSet<u64>,
+}
+
+impl Checked {
+    /// `inner`, which must read as zeroes throughout.
+    pub fn new(inner: Arc<dyn BlockDevice>) -> Checked {
+        Checked { inner, memory: RwLock::new(Memory::default()), lies: AtomicU64::new(0) }
+    }
+
+    /// How many requests have found a lie.
+    pub fn lies(&self) -> u64 {
+        self.lies.load(Relaxed)
+    }
+
+    fn change(&self) -> RwLockWriteGuard<'_, Memory> {
+        self.memory.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn caught(&self, block: u64) -> DeviceError {
+        self.lies.fetch_add(1, Relaxed);
+        DeviceError::Lied { offset_bytes: block * BLOCK }
+    }
+}
+
+impl Memory {
+    /// The first block of which `bytes`, read at `offset_bytes`, says something else than was written.
+    fn first_lie(&self, offset_bytes: u64, bytes: &[u8]) -> Option<u64> {
+        let mut at = 0;
+        while at < bytes.len() {
+            let offset = offset_bytes + at as u64;
+            let length = ((BLOCK - offset % BLOCK) as usize).min(bytes.len() - at);
+            let told = &bytes[at..at + length];
+            let known = self.bytes.get(offset as usize..).unwrap_or_default();
+            let (kept, beyond) = told.split_at(length.min(known.len()));
+            let honest = known.starts_with(kept) && beyond.iter().all(|byte| *byte == 0);
+            if !honest && !self.unknown_blocks.contains(&(offset / BLOCK)) {
+                return Some(offset / BLOCK);
+            }
+            at += length;
+        }
+        None
+    }
+
+    fn reach(&mut self, end: u64) {
+        if (self.bytes.len() as u64) < end {
+            self.bytes.resize(end as usize, 0);
+        }
+    }
+
+    fn wrote(&mut self, offset_bytes: u64, from: &[u8]) {
+        self.reach(offset_bytes + from.len() as u64);
+        self.bytes[offset_bytes as usize..][..from.len()].copy_from_slice(from);
+        self.knows(offset_bytes, from.len() as u64);
+    }
+
+    fn zeroed(&mut self, offset_bytes: u64, length_bytes: u64) {
+        let from = self.bytes.len().min(offset_bytes as usize);
+        let to = self.bytes.len().min((offset_bytes + length_bytes) as usize);
+        self.bytes[from..to].fill(0);
+        self.knows(offset_bytes, length_bytes);
+    }
+
+    /// All of a block was determined, so it is known again.
+    fn knows(&mut self, offset_bytes: u64, length_bytes: u64) {
+        let whole = Split::new(offset_bytes, length_bytes).whole;
+        self.unknown_blocks.retain(|block| !whole.contains(block));
+    }
+
+    fn knows_not(&mut self, offset_bytes: u64, length_bytes: u64) {
+        self.unknown_blocks.extend(offset_bytes / BLOCK..(offset_bytes + length_bytes).div_ceil(BLOCK));
+    }
+
+    /// Takes down what became of a request that changes something.
+    fn note(
+        &mut self,
+        outcome: &Result<Outcome, DeviceError>,
+        offset_bytes: u64,
+        length_bytes: u64,
+        done: impl FnOnce(&mut Memory),
+    ) {
+        match outcome {
+            Ok(Outcome::Done(())) => done(self),
+            Err(DeviceError::BeyondEnd { .. }) => {}
+            Ok(Outcome::MustWait) | Err(_) => self.knows_not(offset_bytes, length_bytes),
+        }
+    }
+}
+
+impl BlockDevice for Checked {
+    fn size_bytes(&self) -> u64 {
+        self.inner.size_bytes()
+    }
+
+    fn lane(self: Arc<Self>) -> Result<Box<dyn Lane>, DeviceError> {
+        let inner = self.inner.clone().lane()?;
+        Ok(Box::new(CheckedLane { device: self, inner }))
+    }
+}
+
+struct CheckedLane {
+    device: Arc<Checked>,
+    inner: Box<dyn Lane>,
+}
+
+impl Lane for CheckedLane {
+    fn read(&mut self, offset_bytes: u64, into: &mut [u8], manner: Manner) -> Result<Outcome, DeviceError> {
+        let memory = self.device.memory.read().unwrap_or_else(PoisonError::into_inner);
+        let outcome = self.inner.read(offset_bytes, into, manner)?;
+        match memory.first_lie(offset_bytes, into) {
+            Some(block) if outcome == Outcome::Done(()) => Err(self.device.caught(block)),
+            _ => Ok(outcome),
+        }
+    }
+
+    fn write(&mut self, offset_bytes: u64, from: &[u8], manner: Manner) -> Result<Outcome, DeviceError> {
+        let mut memory = self.device.change();
+        let outcome = self.inner.write(offset_bytes, from, manner);
+        memory.note(&outcome, offset_bytes, from.len() as u64, |memory| memory.wrote(offset_bytes, from));
+        outcome
+    }
+
+    fn flush(&mut self, manner: Manner) -> Result<Outcome, DeviceError> {
+        self.inner.flush(manner)
+    }
+
+    fn discard(&mut self, offset_bytes: u64, length_bytes: u64, manner: Manner) -> Result<Outcome, DeviceError> {
+        let mut memory = self.device.change();
+        let outcome = self.inner.discard(offset_bytes, length_bytes, manner);
+        memory.note(&outcome, offset_bytes, length_bytes, |memory| {
+            let split = Split::new(offset_bytes, length_bytes);
+            memory.zeroed(split.whole.start * BLOCK, split.whole_bytes());
+        });
+        outcome
+    }
+
+    fn write_zeroes(
+        &mut self,
+        offset_bytes: u64,
+        length_bytes: u64,
+        zeroes: Zeroes,
+        manner: Manner,
+    ) -> Result<Outcome, DeviceError> {
+        let mut memory = self.device.change();
+        let outcome = self.inner.write_zeroes(offset_bytes, length_bytes, zeroes, manner);
+        memory.note(&outcome, offset_bytes, length_bytes, |memory| memory.zeroed(offset_bytes, length_bytes));
+        outcome
+    }
+
+    /// A hole must read as zeroes; that there is none where nothing was written is no lie.
+    fn extent(&mut self, offset_bytes: u64, length_bytes: u64, manner: Manner) -> Result<Outcome<Extent>, DeviceError> {
+        let memory = self.device.memory.read().unwrap_or_else(PoisonError::into_inner);
+        let outcome = self.inner.extent(offset_bytes, length_bytes, manner)?;
+        if let Outcome::Done(Extent { length_bytes, is_hole: true }) = outcome {
+            let from = memory.bytes.len().min(offset_bytes as usize);
+            let to = memory.bytes.len().min((offset_bytes + length_bytes) as usize);
+            let known = |byte: &usize| !memory.unknown_blocks.contains(&(*byte as u64 / BLOCK));
+            if let Some(byte) = (from..to).filter(|byte| memory.bytes[*byte] != 0).find(known) {
+                return Err(self.device.caught(byte as u64 / BLOCK));
+            }
+        }
+        Ok(outcome)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::array::Array;
+    use crate::device::Request;
+    use crate::faulty::{Fault, Faulty};
+
+    const WAITING: Manner = Manner::WAITING;
+
+    #[test]
+    fn a_changed_byte_is_caught_and_named() {
+        let array = Arc::new(Array::new(1 << 20).unwrap());
+        let checked = Arc::new(Checked::new(array.clone()));
+        let mut lane = checked.clone().lane().unwrap();
+        lane.write(100, &[7; 10_000], WAITING).unwrap();
+        let mut back = vec![0; 20_000];
+        assert_eq!(lane.read(0, &mut back, WAITING), Ok(Outcome::Done(())));
+        array.lane().unwrap().write(9000, &[8], WAITING).unwrap();
+        assert_eq!(lane.read(0, &mut back, WAITING), Err(DeviceError::Lied { offset_bytes: 8192 }));
+        assert_eq!(lane.read(0, &mut back[..8192], WAITING), Ok(Outcome::Done(())));
+        assert_eq!(checked.lies(), 1);
+    }
+
+    #[test]
+    fn bytes_that_were_never_written_are_checked_too() {
+        let array = Arc::new(Array::new(1 << 20).unwrap());
+        let mut lane = Arc::new(Checked::new(array.clone())).lane().unwrap();
+        array.lane().unwrap().write(65536, &[8], WAITING).unwrap();
+        assert_eq!(lane.read(65000, &mut [0; 1000], WAITING), Err(DeviceError::Lied { offset_bytes: 65536 }));
+    }
+
+    #[test]
+    fn what_a_failed_write_left_behind_is_not_held_against_the_device() {
+        let array = Arc::new(Array::new(1 << 20).unwrap());
+        let fault = Fault { request: Request::Write, offsets_bytes: 0..4096, one_in: 1, errno: 5 };
+        let mut lane = Arc::new(Checked::new(Arc::new(Faulty::new(array.clone(), 1, vec![fault])))).lane().unwrap();
+        assert!(lane.write(0, &[7; 4096], WAITING).is_err());
+        array.clone().lane().unwrap().write(0, &[7; 100], WAITING).unwrap();
+        assert_eq!(lane.read(0, &mut [0; 4096], WAITING), Ok(Outcome::Done(())));
+        lane.discard(0, 4096, WAITING).unwrap();
+        array.lane().unwrap().write(0, &[7; 100], WAITING).unwrap();
+        assert_eq!(lane.read(0, &mut [0; 4096], WAITING), Err(DeviceError::Lied { offset_bytes: 0 }));
+    }
+}

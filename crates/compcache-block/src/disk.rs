@@ -1,0 +1,118 @@
+//! A pool as a disk: block `n` is page `n`.
+//!
+//! | request                | whole blocks                      | parts of blocks                                |
+//! |------------------------|-----------------------------------|------------------------------------------------|
+//! | read                   | a run of pages, absent as zeroes  | the page, of which a part is copied            |
+//! | write                  | a run of pages                    | read, changed, written, nobody else between    |
+//! | discard                | pages discarded                   | left alone                                     |
+//! | write zeroes           | discarded, or same-filled pages   | as a write                                     |
+//! | flush, forced access   | nothing to do: it is RAM          |                                                |
+//!
+//! A write that meets the limit is refused (ENOSPC) with the blocks before the refused one written. Blocks that have been
+//! accepted are never given up for others.
+//!
+//! # What keeps concurrent requests apart
+//! Whole pages are atomic in the pool. A write of a part reads and writes a page, which takes excluding those who change
+//! the same page: see [`stripes`]. Changes of the size exclude each other, and a shrinking disk waits, stripe by stripe, for
+//! the writes it has let in before it discards what lies beyond the new end; so nothing old comes back when it grows.
+//!
+//! The numbers of the pool are the disk's: [`Disk::stats`] adds the requests that were out of range, of which the pool
+//! never hears.
+
+mod lane;
+mod stripes;
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use compcache_store::{PageIndex, Pool, PoolStats};
+
+use crate::device::{BLOCK_BYTES, BlockDevice, Lane, Request, check_range, check_size};
+use crate::error::DeviceError;
+use stripes::Stripes;
+
+/// A [`Pool`] as a block device. Keeps everything in RAM, compressed; nothing lasts longer than the process.
+pub struct Disk {
+    pool: Arc<Pool>,
+    /// Read with each request; changed in one's turn only.
+    size_bytes: AtomicU64,
+    turn: Mutex<()>,
+    stripes: Stripes,
+    invalid_io: AtomicU64,
+}
+
+impl Disk {
+    /// The largest disk: 256 TiB, the pages of a pool.
+    pub const SIZE_BYTES_MAX: u64 = PageIndex::LIMIT * BLOCK_BYTES as u64;
+
+    /// A disk of `size_bytes` over `pool`, which nobody else should write. What the pool holds is on the disk.
+    ///
+    /// # Errors
+    /// [`DeviceError::BadSize`].
+    pub fn new(pool: Arc<Pool>, size_bytes: u64) -> Result<Disk, DeviceError> {
+        check_size(size_bytes, Disk::SIZE_BYTES_MAX)?;
+        pool.set_disk_bytes(size_bytes);
+        Ok(Disk {
+            pool,
+            size_bytes: AtomicU64::new(size_bytes),
+            turn: Mutex::new(()),
+            stripes: Stripes::new(),
+            invalid_io: AtomicU64::new(0),
+        })
+    }
+
+    /// The pool below: its codec, limit and latencies.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// The statistics now, those of the pool; what was out of range counts as invalid.
+    pub fn stats(&self) -> PoolStats {
+        let pool = self.pool.stats();
+        PoolStats { invalid_io: pool.invalid_io + self.invalid_io.load(Relaxed), ..pool }
+    }
+
+    /// Changes the size while the disk is in use. What lies beyond a new, smaller end is discarded, and reads as zeroes if
+    /// the disk grows again. Requests in flight end as before the change or with [`DeviceError::BeyondEnd`].
+    ///
+    /// # Errors
+    /// [`DeviceError::BadSize`]; the size is as it was.
+    pub fn resize(&self, size_bytes: u64) -> Result<(), DeviceError> {
+        check_size(size_bytes, Disk::SIZE_BYTES_MAX)?;
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.size_bytes.swap(size_bytes, SeqCst);
+        if size_bytes < before {
+            self.stripes.wait_for_all();
+            let block = BLOCK_BYTES as u64;
+            self.pool.discard_range(PageIndex(size_bytes / block), (before - size_bytes) / block);
+        }
+        self.pool.set_disk_bytes(size_bytes);
+        Ok(())
+    }
+
+    /// Forgets every block. The size stays. Writes in flight come before or after, each block for itself.
+    pub fn reset(&self) {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _shared = self.stripes.share_all();
+        self.pool.discard_range(PageIndex(0), PageIndex::LIMIT);
+    }
+
+    /// Refuses, and counts, a range that is not inside.
+    fn check(&self, request: Request, offset_bytes: u64, length_bytes: u64) -> Result<(), DeviceError> {
+        check_range(request, offset_bytes, length_bytes, self.size_bytes.load(SeqCst))
+            .inspect_err(|_| _ = self.invalid_io.fetch_add(1, Relaxed))
+    }
+}
+
+impl BlockDevice for Disk {
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(SeqCst)
+    }
+
+    fn lane(self: Arc<Self>) -> Result<Box<dyn Lane>, DeviceError> {
+        Ok(Box::new(lane::DiskLane::new(self)?))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,231 @@
+//! One thread's way to a disk.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use compcache_store::{Page, PageIndex, Read, Worker};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::Disk;
+use super::stripes::SEGMENT_BLOCKS;
+use crate::device::{BLOCK_BYTES, Extent, Lane, Manner, Outcome, Request, Zeroes};
+use crate::error::DeviceError;
+use crate::range::{Part, Split};
+
+const BLOCK: u64 = BLOCK_BYTES as u64;
+const ZEROES: Page = [0; BLOCK_BYTES];
+/// Pages read at a time.
+const RUN: usize = SEGMENT_BLOCKS as usize;
+/// As far as a stretch of data is followed in one answer: 256 MiB. The next question goes on from there.
+const DATA_BLOCKS_MAX: u64 = 1 << 16;
+
+pub(super) struct DiskLane {
+    disk: Arc<Disk>,
+    worker: Worker,
+    /// The block of which a part is read or written.
+    page: Box<Page>,
+    found: [Read; RUN],
+}
+
+fn now_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// Goes on with the request unless the step before must wait.
+macro_rules! done {
+    ($step:expr) => {
+        if $step? == Outcome::MustWait {
+            return Ok(Outcome::MustWait);
+        }
+    };
+}
+
+impl DiskLane {
+    pub fn new(disk: Arc<Disk>) -> Result<DiskLane, DeviceError> {
+        let worker = Worker::new(disk.pool.store(), now_ns)?;
+        Ok(DiskLane { disk, worker, page: Box::new(ZEROES), found: [Read::Absent; RUN] })
+    }
+
+    /// What a page that the pool has not in RAM means: to come back, or, since this disk has no backing, an error.
+    fn on_backing(block: u64, manner: Manner) -> Result<Outcome, DeviceError> {
+        if manner.may_wait {
+            return Err(DeviceError::Unreachable { offset_bytes: block * BLOCK });
+        }
+        Ok(Outcome::MustWait)
+    }
+
+    fn read_blocks(&mut self, first: u64, into: &mut [Page], manner: Manner) -> Result<Outcome, DeviceError> {
+        for (run, pages) in into.chunks_mut(RUN).enumerate() {
+            let first = first + (run * RUN) as u64;
+            let found = &mut self.found[..pages.len()];
+            let read = self.disk.pool.read_run(&mut self.worker, PageIndex(first), pages, found);
+            read.map_err(|failed| failed.error)?;
+            for (at, (page, found)) in pages.iter_mut().zip(found).enumerate() {
+                match found {
+                    Read::Done => {}
+                    Read::Absent => *page = ZEROES,
+                    Read::OnBacking(_) => return Self::on_backing(first + at as u64, manner),
+                }
+            }
+        }
+        Ok(Outcome::Done(()))
+    }
+
+    /// Reads block `block` into the lane's page.
+    fn read_page(&mut self, block: u64, manner: Manner) -> Result<Outcome, DeviceError> {
+        match self.disk.pool.read(&mut self.worker, PageIndex(block), &mut self.page)? {
+            Read::Done => {}
+            Read::Absent => *self.page = ZEROES,
+            Read::OnBacking(_) => return Self::on_backing(block, manner),
+        }
+        Ok(Outcome::Done(()))
+    }
+
+    fn read_part(&mut self, part: Part, into: &mut [u8], manner: Manner) -> Result<Outcome, DeviceError> {
+        done!(self.read_page(part.block, manner));
+        into.copy_from_slice(&self.page[part.within]);
+        Ok(Outcome::Done(()))
+    }
+
+    /// Lets `change` loose on a part of a block; nobody else changes the block meanwhile.
+    fn change_part(
+        &mut self,
+        request: Request,
+        part: Part,
+        manner: Manner,
+        change: impl FnOnce(&mut [u8]),
+    ) -> Result<Outcome, DeviceError> {
+        let disk = self.disk.clone();
+        let _alone = disk.stripes.have(part.block);
+        disk.check(request, part.block * BLOCK, BLOCK)?;
+        done!(self.read_page(part.block, manner));
+        change(&mut self.page[part.within]);
+        disk.pool.write(&mut self.worker, PageIndex(part.block), &self.page)?;
+        Ok(Outcome::Done(()))
+    }
+
+    /// Calls `change` for the blocks of each segment, with its stripe shared and inside the disk as it is then.
+    fn change_blocks(
+        &mut self,
+        request: Request,
+        blocks: Range<u64>,
+        mut change: impl FnMut(&Disk, &mut Worker, Range<u64>) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        let mut next = blocks.start;
+        while next < blocks.end {
+            let end = (next - next % SEGMENT_BLOCKS + SEGMENT_BLOCKS).min(blocks.end);
+            let _shared = self.disk.stripes.share(next);
+            self.disk.check(request, next * BLOCK, (end - next) * BLOCK)?;
+            change(&self.disk, &mut self.worker, next..end)?;
+            next = end;
+        }
+        Ok(())
+    }
+
+    fn discard_blocks(&mut self, request: Request, blocks: Range<u64>) -> Result<(), DeviceError> {
+        if blocks.end - blocks.start <= SEGMENT_BLOCKS {
+            return self.change_blocks(request, blocks, |disk, _, blocks| {
+                disk.pool.discard_range(PageIndex(blocks.start), blocks.end - blocks.start);
+                Ok(())
+            });
+        }
+        // The pool skips what is empty a gigabyte at a time, which segments would not let it do.
+        let _shared = self.disk.stripes.share_all();
+        self.disk.check(request, blocks.start * BLOCK, (blocks.end - blocks.start) * BLOCK)?;
+        self.disk.pool.discard_range(PageIndex(blocks.start), blocks.end - blocks.start);
+        Ok(())
+    }
+
+    fn zero_blocks(&mut self, blocks: Range<u64>) -> Result<(), DeviceError> {
+        self.change_blocks(Request::WriteZeroes, blocks, |disk, worker, blocks| {
+            for block in blocks {
+                disk.pool.write(worker, PageIndex(block), &ZEROES)?;
+            }
+            Ok(())
+        })
+    }
+}
+
+impl Lane for DiskLane {
+    fn read(&mut self, offset_bytes: u64, into: &mut [u8], manner: Manner) -> Result<Outcome, DeviceError> {
+        self.disk.check(Request::Read, offset_bytes, into.len() as u64)?;
+        let split = Split::new(offset_bytes, into.len() as u64);
+        let (head, rest) = into.split_at_mut(split.head_bytes());
+        let (whole, tail) = rest.split_at_mut(split.whole_bytes() as usize);
+        if let Some(part) = split.head {
+            done!(self.read_part(part, head, manner));
+        }
+        done!(self.read_blocks(split.whole.start, whole.as_chunks_mut().0, manner));
+        match split.tail {
+            Some(part) => self.read_part(part, tail, manner),
+            None => Ok(Outcome::Done(())),
+        }
+    }
+
+    fn write(&mut self, offset_bytes: u64, from: &[u8], manner: Manner) -> Result<Outcome, DeviceError> {
+        self.disk.check(Request::Write, offset_bytes, from.len() as u64)?;
+        let split = Split::new(offset_bytes, from.len() as u64);
+        let (head, rest) = from.split_at(split.head_bytes());
+        let (whole, tail) = rest.split_at(split.whole_bytes() as usize);
+        if let Some(part) = split.head {
+            done!(self.change_part(Request::Write, part, manner, |bytes| bytes.copy_from_slice(head)));
+        }
+        let (pages, first) = (whole.as_chunks().0, split.whole.start);
+        self.change_blocks(Request::Write, split.whole, |disk, worker, blocks| {
+            let pages = &pages[(blocks.start - first) as usize..(blocks.end - first) as usize];
+            let written = disk.pool.write_run(worker, PageIndex(blocks.start), pages);
+            written.map_err(|failed| failed.error.into())
+        })?;
+        match split.tail {
+            Some(part) => self.change_part(Request::Write, part, manner, |bytes| bytes.copy_from_slice(tail)),
+            None => Ok(Outcome::Done(())),
+        }
+    }
+
+    /// Nothing to do: what was written is in RAM, where it stays, and lasts no longer than the process.
+    fn flush(&mut self, _manner: Manner) -> Result<Outcome, DeviceError> {
+        Ok(Outcome::Done(()))
+    }
+
+    fn discard(&mut self, offset_bytes: u64, length_bytes: u64, _manner: Manner) -> Result<Outcome, DeviceError> {
+        self.disk.check(Request::Discard, offset_bytes, length_bytes)?;
+        self.discard_blocks(Request::Discard, Split::new(offset_bytes, length_bytes).whole)?;
+        Ok(Outcome::Done(()))
+    }
+
+    fn write_zeroes(
+        &mut self,
+        offset_bytes: u64,
+        length_bytes: u64,
+        zeroes: Zeroes,
+        manner: Manner,
+    ) -> Result<Outcome, DeviceError> {
+        self.disk.check(Request::WriteZeroes, offset_bytes, length_bytes)?;
+        let split = Split::new(offset_bytes, length_bytes);
+        for part in [split.head, split.tail].into_iter().flatten() {
+            done!(self.change_part(Request::WriteZeroes, part, manner, |bytes| bytes.fill(0)));
+        }
+        match zeroes {
+            Zeroes::MayBeHoles => self.discard_blocks(Request::WriteZeroes, split.whole)?,
+            Zeroes::AreData => self.zero_blocks(split.whole)?,
+        }
+        Ok(Outcome::Done(()))
+    }
+
+    fn extent(&mut self, offset_bytes: u64, length_bytes: u64, _: Manner) -> Result<Outcome<Extent>, DeviceError> {
+        self.disk.check(Request::Extent, offset_bytes, length_bytes)?;
+        let pool = &self.disk.pool;
+        let (first, end) = (offset_bytes / BLOCK, (offset_bytes + length_bytes).div_ceil(BLOCK));
+        let is_hole = !pool.contains(PageIndex(first));
+        let border = if is_hole {
+            pool.next_stored(PageIndex(first), end - first).map_or(end, |index| index.0)
+        } else {
+            let last = end.min(first + DATA_BLOCKS_MAX);
+            (first..last).find(|block| !pool.contains(PageIndex(*block))).unwrap_or(last)
+        };
+        // At least as far as the block it begins in: what was looked at first may have changed since.
+        let length_bytes = (border.max(first + 1) * BLOCK - offset_bytes).min(length_bytes);
+        Ok(Outcome::Done(Extent { length_bytes, is_hole }))
+    }
+}

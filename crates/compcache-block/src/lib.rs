@@ -1,0 +1,69 @@
+//! A pool as a disk: one seam, the devices behind it, and the transports in front.
+//!
+//! ```text
+//!    NBD clients (a socket)                           ... each later transport is one more box up here
+//!          |
+//!    +-----v-----------------------------------+
+//!    | nbd    a thread and a lane a connection |   knows BlockDevice, nothing below it
+//!    +-----+-----------------------------------+
+//!          |   Lane: read, write, flush, discard, write_zeroes, extent
+//!    ======v====================================  device.rs, the seam
+//!          |   Done | MustWait | DeviceError
+//!    +-----v-----+   +-------+   +----------------------------+
+//!    | Disk      |   | Array |   | Faulty, Delayed, Checked   |--> another device
+//!    +-----+-----+   +-------+   +----------------------------+
+//!          |   pages, in runs
+//!    compcache-store: a Pool
+//! ```
+//!
+//! ```
+//! use std::sync::Arc;
+//! use compcache_block::{BlockDevice, Disk, Manner};
+//! use compcache_store::{PoolConfig, Store, StoreConfig};
+//!
+//! let store = Store::new(StoreConfig { limit_bytes: 64 << 20, ..StoreConfig::default() })?;
+//! let disk = Arc::new(Disk::new(store.create_pool(PoolConfig::default())?, 1 << 30)?);
+//! let mut lane = disk.clone().lane()?;
+//! lane.write(1000, b"hello", Manner::WAITING)?;
+//! let mut back = [0; 5];
+//! lane.read(1000, &mut back, Manner::WAITING)?;
+//! assert_eq!(&back, b"hello");
+//! assert_eq!(disk.stats().orig_data_size, 4096);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! [`Array`] is memory as it is, the thing to compare with. [`Faulty`], [`Delayed`] and [`Checked`] go between a transport
+//! and a device. They are ordinary public modules, as nbdkit's memory plugin and its error, delay and checkwrite filters
+//! are ordinary parts of nbdkit: whoever serves a disk can put one in front and see what the clients make of it, other
+//! crates' tests need no feature for it, and one that nobody uses costs nothing.
+//!
+//! # Lock order
+//! From the outermost in; none is taken in the other direction.
+//!
+//! 1. a server's list of connections
+//! 2. a connection's queue of waiting requests; a connection's writing side. Neither is held when the other is taken, and
+//!    none is held when a device is asked
+//! 3. a [`Disk`]'s turn to change its size
+//! 4. a [`Disk`]'s stripes of blocks: one of them, or all by their numbers; a [`Checked`]'s memory in its place
+//! 5. what is inside the store
+//!
+//! Nothing here is lasting: a disk's contents end with the process. `flush` says so by succeeding at once.
+
+#![deny(unsafe_code)]
+
+mod array;
+mod checked;
+mod delayed;
+mod device;
+mod disk;
+mod error;
+mod faulty;
+mod range;
+
+pub use array::Array;
+pub use checked::Checked;
+pub use delayed::Delayed;
+pub use device::{BLOCK_BYTES, BlockDevice, Extent, Lane, Manner, Outcome, Request, Zeroes, check_range, check_size};
+pub use disk::Disk;
+pub use error::DeviceError;
+pub use faulty::{Fault, Faulty};
