@@ -58,6 +58,7 @@ mod device;
 mod disk;
 mod error;
 mod faulty;
+pub mod nbd;
 mod range;
 
 pub use array::Array;

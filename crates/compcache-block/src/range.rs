@@ -48,7 +48,7 @@ impl Split {
         }
         Split {
             head: (before != 0 && length_bytes != 0)
-                .then(|| Part { block: offset_bytes / BLOCK, within: before..BLOCK_BYTES }),
+                .then_some(Part { block: offset_bytes / BLOCK, within: before..BLOCK_BYTES }),
             whole: first..last,
             tail: (after != 0 && length_bytes != 0).then_some(Part { block: last, within: 0..after }),
         }

@@ -1,0 +1,161 @@
+//! Where clients come in: a Unix socket, or TCP.
+
+use std::fs::{self, Permissions};
+use std::io::{self, ErrorKind, IoSlice, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::net::Shutdown;
+
+/// Where a server listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Listen {
+    /// A Unix socket that is made there, for its owner alone (mode 0600), and removed when the server ends.
+    Unix(PathBuf),
+    /// TCP for programs on this machine: 127.0.0.1. Port 0 is one that is free.
+    Loopback(u16),
+    /// TCP for whoever reaches this address. The protocol knows no passwords: what is served is everybody's.
+    Anyone(SocketAddr),
+}
+
+pub(super) enum Listener {
+    Unix { listener: UnixListener, path: PathBuf, inode: (u64, u64) },
+    Tcp(TcpListener),
+}
+
+impl Listener {
+    pub fn bind(listen: &Listen) -> io::Result<Listener> {
+        match listen {
+            Listen::Unix(path) => Listener::bind_unix(path),
+            Listen::Loopback(port) => Ok(Listener::Tcp(TcpListener::bind((Ipv4Addr::LOCALHOST, *port))?)),
+            Listen::Anyone(address) => Ok(Listener::Tcp(TcpListener::bind(address)?)),
+        }
+    }
+
+    /// A socket that nobody answers at was left behind by a server that died, and is replaced. One that somebody answers
+    /// at, and a file that is no socket, are not.
+    fn bind_unix(path: &Path) -> io::Result<Listener> {
+        if let Ok(there) = fs::symlink_metadata(path) {
+            if !there.file_type().is_socket() {
+                return Err(io::Error::new(ErrorKind::AlreadyExists, "there is a file that is no socket"));
+            }
+            match UnixStream::connect(path) {
+                Ok(_) => return Err(io::Error::new(ErrorKind::AddrInUse, "somebody is serving there")),
+                Err(error) if error.kind() == ErrorKind::ConnectionRefused => fs::remove_file(path)?,
+                Err(error) => return Err(error),
+            }
+        }
+        let listener = UnixListener::bind(path)?;
+        fs::set_permissions(path, Permissions::from_mode(0o600))?;
+        let made = fs::symlink_metadata(path)?;
+        Ok(Listener::Unix { listener, path: path.to_owned(), inode: (made.dev(), made.ino()) })
+    }
+
+    pub fn accept(&self) -> io::Result<Stream> {
+        match self {
+            Listener::Unix { listener, .. } => Ok(Stream::Unix(listener.accept()?.0)),
+            Listener::Tcp(listener) => {
+                let stream = listener.accept()?.0;
+                stream.set_nodelay(true)?;
+                Ok(Stream::Tcp(stream))
+            }
+        }
+    }
+
+    /// The address a TCP client connects to.
+    pub fn tcp_address(&self) -> Option<SocketAddr> {
+        match self {
+            Listener::Unix { .. } => None,
+            Listener::Tcp(listener) => listener.local_addr().ok(),
+        }
+    }
+
+    /// Nobody is let in any more, and who waits in [`Listener::accept`] is sent back with an error.
+    pub fn close(&self) {
+        let fd = match self {
+            Listener::Unix { listener, .. } => listener.as_fd(),
+            Listener::Tcp(listener) => listener.as_fd(),
+        };
+        // Fails where it is closed already.
+        let _ = rustix::net::shutdown(fd, Shutdown::Both);
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Listener::Unix { path, inode, .. } = self
+            && fs::symlink_metadata(&*path).is_ok_and(|there| (there.dev(), there.ino()) == *inode)
+        {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// A connection.
+pub(super) enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl Stream {
+    pub fn try_clone(&self) -> io::Result<Stream> {
+        Ok(match self {
+            Stream::Unix(stream) => Stream::Unix(stream.try_clone()?),
+            Stream::Tcp(stream) => Stream::Tcp(stream.try_clone()?),
+        })
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Stream::Unix(stream) => stream.as_fd(),
+            Stream::Tcp(stream) => stream.as_fd(),
+        }
+    }
+
+    /// Nothing more is read; what is being answered still is.
+    pub fn close_reading(&self) {
+        // Fails where the client is gone.
+        let _ = rustix::net::shutdown(self.fd(), Shutdown::Read);
+    }
+
+    /// Nothing more is read or written.
+    pub fn close(&self) {
+        let _ = rustix::net::shutdown(self.fd(), Shutdown::Both);
+    }
+
+    pub fn set_patience(&self, patience: Option<Duration>) -> io::Result<()> {
+        match self {
+            Stream::Unix(stream) => stream.set_read_timeout(patience),
+            Stream::Tcp(stream) => stream.set_read_timeout(patience),
+        }
+    }
+}
+
+impl Read for Stream {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Stream::Unix(stream) => stream.read(into),
+            Stream::Tcp(stream) => stream.read(into),
+        }
+    }
+}
+
+impl Write for &Stream {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        self.write_vectored(&[IoSlice::new(from)])
+    }
+
+    /// A client that is gone is an error, and no signal.
+    fn write_vectored(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+        use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+        Ok(sendmsg(self.fd(), from, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

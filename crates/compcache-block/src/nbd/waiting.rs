@@ -1,0 +1,134 @@
+//! Requests that must wait, and the thread that waits for them, so that the others of the connection go on.
+//!
+//! The thread is started by the first such request of a connection, with a lane and a buffer of its own. This is the slow
+//! path: what a client has sent to be written is copied into memory taken for it. No more than one payload of the greatest
+//! length, or [`REQUESTS_MAX`] requests, wait; then the client has to wait too.
+
+use std::collections::VecDeque;
+use std::io::{self, ErrorKind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use super::reply::HEADROOM;
+use super::session::{Server, new_buffer};
+use super::wire::{self, PAYLOAD_BYTES_MAX, Request, command, error};
+use crate::device::Outcome;
+
+const REQUESTS_MAX: usize = 128;
+
+struct Waiter {
+    request: Request,
+    payload: Vec<u8>,
+}
+
+#[derive(Default)]
+struct Queue {
+    waiters: VecDeque<Waiter>,
+    payload_bytes: usize,
+    closed: bool,
+}
+
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    /// Something came, something went, or the queue was closed.
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+
+    /// The next to be served, for as long as there are any.
+    fn next(&self) -> Option<Waiter> {
+        let none_yet = |queue: &mut Queue| queue.waiters.is_empty() && !queue.closed;
+        let mut queue = self.changed.wait_while(self.lock(), none_yet).unwrap_or_else(PoisonError::into_inner);
+        let waiter = queue.waiters.pop_front()?;
+        queue.payload_bytes -= waiter.payload.len();
+        self.changed.notify_all();
+        Some(waiter)
+    }
+}
+
+/// The waiting requests of a connection. When it is dropped those that wait are served, and the thread has ended.
+pub(super) struct Waiting {
+    server: Server,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Waiting {
+    pub fn new(server: Server) -> Waiting {
+        Waiting { server, shared: Arc::default(), thread: None }
+    }
+
+    /// Has `request` served where it can wait; what it writes lies in `buffer`, behind the headroom.
+    ///
+    /// # Errors
+    /// The client is gone, or there is no thread to be had.
+    pub fn push(&mut self, request: Request, buffer: &[u8]) -> io::Result<()> {
+        if self.thread.is_none() {
+            let (server, shared) = (self.server.clone(), self.shared.clone());
+            let thread = thread::Builder::new().name("nbd-waiting".into());
+            self.thread = Some(thread.spawn(move || serve_waiting(&server, &shared))?);
+        }
+        let writes = request.command == command::WRITE;
+        let payload_bytes = if writes { request.length_bytes as usize } else { 0 };
+        let full = |queue: &mut Queue| {
+            let room = queue.payload_bytes + payload_bytes <= PAYLOAD_BYTES_MAX as usize;
+            !queue.closed && (!room || queue.waiters.len() == REQUESTS_MAX)
+        };
+        let changed = &self.shared.changed;
+        let mut queue = changed.wait_while(self.shared.lock(), full).unwrap_or_else(PoisonError::into_inner);
+        if queue.closed {
+            return Err(ErrorKind::BrokenPipe.into());
+        }
+        queue.payload_bytes += payload_bytes;
+        queue.waiters.push_back(Waiter { request, payload: buffer[HEADROOM..][..payload_bytes].to_vec() });
+        changed.notify_all();
+        Ok(())
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.shared.close();
+        if let Some(thread) = self.thread.take() {
+            // It does not panic; if it did, there would be nobody left to tell.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn serve_waiting(server: &Server, shared: &Shared) {
+    let lane = server.device.clone().lane();
+    let mut lane = lane.map_err(|failed| wire::error_of(failed.errno()));
+    let mut buffer = new_buffer();
+    while let Some(Waiter { request, payload }) = shared.next() {
+        buffer[HEADROOM..][..payload.len()].copy_from_slice(&payload);
+        let served = match &mut lane {
+            Ok(lane) => server.serve(&mut **lane, &request, &mut buffer, true),
+            Err(error) => server.replies.failed(&request, *error).map(Outcome::Done),
+        };
+        let answered = match served {
+            Ok(Outcome::Done(())) => Ok(()),
+            // A device that still says so, where waiting is allowed, is at fault.
+            Ok(Outcome::MustWait) => server.replies.failed(&request, error::IO),
+            Err(gone) => Err(gone),
+        };
+        if answered.is_err() {
+            server.replies.hang_up();
+            let mut queue = shared.lock();
+            queue.waiters.clear();
+            queue.closed = true;
+            drop(queue);
+            shared.changed.notify_all();
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! What only a server can get wrong: its haggling, one request in the way of another, its end and its clients' ends.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use compcache_block::nbd::{Export, Listen, NbdError, NbdServer};
+use compcache_block::{Array, BlockDevice, Delayed};
+
+use crate::client::{self, Client, go_data, greet, option, option_replies};
+use crate::front::{Front, Nbd};
+use crate::{SIZE_BYTES, disk, disk_of};
+
+const DELAY: Duration = Duration::from_millis(400);
+
+fn delayed() -> Nbd<true> {
+    Nbd::serve(Arc::new(Delayed::new(disk().device, 65536..131_072, DELAY)))
+}
+
+fn export(name: &str, device: Arc<dyn BlockDevice>, read_only: bool) -> Export {
+    Export { name: name.into(), device, read_only }
+}
+
+/// Waits for something that takes no more than the client's end to come about.
+pub fn eventually(what: &str, mut so: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !so() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "{what} did not come about in 20 s");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_request_that_waits_does_not_hold_up_the_others_of_its_connection() {
+    let front = delayed();
+    let mut client = Client::connect(&front.socket, "disk", true).unwrap();
+    let begun = Instant::now();
+    let slow_write = client.send(0, client::WRITE, 65536, 4096, &[7; 4096]).unwrap();
+    let slow_read = client.send(0, client::READ, 65536, 4096, &[]).unwrap();
+    let quick: Vec<u64> = (0..50).map(|at| client.send(0, client::READ, at * 100, 100, &[]).unwrap()).collect();
+    let answered: Vec<u64> = quick.iter().map(|_| client.receive(0).unwrap().cookie).collect();
+    assert_eq!(answered, quick, "the quick ones come first, in their order");
+    assert!(begun.elapsed() < DELAY, "they took {:?}", begun.elapsed());
+    let write = client.receive(0).unwrap();
+    let read = client.receive(0).unwrap();
+    assert_eq!([write.cookie, read.cookie], [slow_write, slow_read]);
+    assert!(begun.elapsed() >= 2 * DELAY);
+    assert_eq!((write.error, read.error, read.data), (0, 0, vec![7; 4096]));
+}
+
+#[test]
+fn more_waiting_requests_than_the_queue_holds_are_all_answered() {
+    let quickly = Duration::from_millis(1);
+    let front = Nbd::<true>::serve(Arc::new(Delayed::new(disk().device, 65536..131_072, quickly)));
+    let mut client = Client::connect(&front.socket, "disk", true).unwrap();
+    let sent: Vec<u64> =
+        (0..300).map(|at| client.send(0, client::WRITE, 65536 + at * 7, 7, &[at as u8; 7]).unwrap()).collect();
+    let answered: Vec<u64> = sent.iter().map(|_| client.receive(0).unwrap().cookie).collect();
+    assert_eq!(answered, sent);
+    let back = client.ask(0, client::READ, 65536, 2100, &[]).unwrap().data;
+    assert!(back.chunks(7).enumerate().all(|(at, bytes)| bytes == [at as u8; 7]));
+}
+
+#[test]
+fn a_stopped_server_answers_what_is_in_flight_and_leaves_nothing_behind() {
+    let front = delayed();
+    let mut client = Client::connect(&front.socket, "disk", true).unwrap();
+    let mut idle = Client::connect(&front.socket, "disk", true).unwrap();
+    let slow = client.send(0, client::WRITE, 65536, 4096, &[7; 4096]).unwrap();
+    thread::sleep(DELAY / 8);
+    let Nbd { server, device, socket, .. } = front;
+    server.stop(Duration::from_secs(10));
+    let reply = client.receive(0).unwrap();
+    assert_eq!((reply.cookie, reply.error), (slow, 0));
+    for client in [&mut client, &mut idle] {
+        assert_eq!(client.stream.read(&mut [0; 1]).unwrap(), 0, "the connection is still open");
+    }
+    assert!(!socket.exists(), "the socket is still there");
+    // Ours, and none of a thread that is still at it.
+    assert_eq!(Arc::strong_count(&device), 1);
+}
+
+#[test]
+fn a_server_that_gives_no_grace_stops_though_its_clients_do_not_listen() {
+    let front = Nbd::<true>::serve(disk().device);
+    let mut clients: Vec<Client> = (0..3).map(|_| Client::connect(&front.socket, "disk", true).unwrap()).collect();
+    for client in &mut clients {
+        // More than a socket holds, so that the server blocks in its writing.
+        for _ in 0..8 {
+            client.send(0, client::READ, 0, SIZE_BYTES as u32, &[]).unwrap();
+        }
+    }
+    thread::sleep(Duration::from_millis(100));
+    let begun = Instant::now();
+    front.server.stop(Duration::ZERO);
+    assert!(begun.elapsed() < Duration::from_secs(10), "it took {:?}", begun.elapsed());
+    assert_eq!(Arc::strong_count(&front.device), 1);
+}
+
+#[test]
+fn clients_that_die_in_flight_leave_a_server_that_serves_others() {
+    let front = delayed();
+    for round in 0..10 {
+        let mut client = Client::connect(&front.socket, "disk", round % 2 == 0).unwrap();
+        for at in 0..4 {
+            client.send(0, client::READ, 65536 + at, 100, &[]).unwrap();
+            client.send(0, client::READ, 0, SIZE_BYTES as u32 / 2, &[]).unwrap();
+        }
+        // A write of which half the payload never comes.
+        client.send(0, client::WRITE, 0, 4096, &[9; 2048]).unwrap();
+        drop(client);
+    }
+    let mut client = Client::connect(&front.socket, "disk", true).unwrap();
+    let back = client.ask(0, client::READ, 0, 4096, &[]).unwrap();
+    assert_eq!((back.error, back.data), (0, vec![0; 4096]), "half a write was made");
+    drop(client);
+    eventually("the end of all connections", || front.server.connections() == 0);
+}
+
+#[test]
+fn exports_are_found_by_name_and_a_read_only_one_is_not_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("nbd");
+    let (first, second) = (Arc::new(Array::new(8192).unwrap()), Arc::new(Array::new(16384).unwrap()));
+    let exports = vec![export("first", first, false), export("second", second, true)];
+    let server = NbdServer::start(&Listen::Unix(socket.clone()), exports).unwrap();
+    assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
+    for (name, size) in [("first", 8192), ("", 8192), ("second", 16384)] {
+        assert_eq!(Client::connect(&socket, name, true).unwrap().size_bytes, size, "{name:?}");
+    }
+    let mut stream = greet(&socket).unwrap();
+    stream.write_all(&option(3, &[])).unwrap();
+    let listed = option_replies(&mut stream, 3).unwrap();
+    let names: Vec<&[u8]> = listed[..2].iter().map(|(_, data)| &data[4..]).collect();
+    assert_eq!(names, [&b"first"[..], b"second"]);
+    stream.write_all(&option(7, &go_data("third"))).unwrap();
+    assert_eq!(option_replies(&mut stream, 7).unwrap()[0].0, (1 << 31) | 6);
+    let mut client = Client::connect(&socket, "second", true).unwrap();
+    assert_eq!(client.flags & 2, 2);
+    for command in [client::TRIM, client::WRITE_ZEROES] {
+        assert_eq!(client.ask(0, command, 0, 4096, &[]).unwrap().error, 1);
+    }
+    assert_eq!(client.ask(0, client::WRITE, 0, 5, b"hello").unwrap().error, 1);
+    assert_eq!(client.ask(0, client::READ, 0, 5, &[]).unwrap().data, [0; 5]);
+    drop(server);
+    assert!(!socket.exists());
+}
+
+#[test]
+fn options_we_do_not_know_and_options_that_are_malformed_are_refused_and_haggling_goes_on() {
+    let front = Nbd::<true>::serve(disk().device);
+    let mut stream = greet(&front.socket).unwrap();
+    let unsupported = (1 << 31) | 1;
+    let invalid = (1 << 31) | 3;
+    let too_big = (1 << 31) | 9;
+    let cases: [(u32, Vec<u8>, u32); 9] = [
+        (5, vec![], unsupported),
+        (11, vec![], unsupported),
+        (4711, vec![1, 2, 3], unsupported),
+        (3, vec![1], invalid),
+        (8, vec![1], invalid),
+        (7, vec![0, 0, 0, 200, 1], invalid),
+        (6, [&u32::MAX.to_be_bytes()[..], &[0; 6]].concat(), invalid),
+        // Metadata before structured replies.
+        (10, client::context_data("disk", "base:allocation"), invalid),
+        (6, vec![0; 20_000], too_big),
+    ];
+    for (number, data, expected) in cases {
+        stream.write_all(&option(number, &data)).unwrap();
+        let replies = option_replies(&mut stream, number).unwrap();
+        assert_eq!((replies.len(), replies[0].0), (1, expected), "option {number}");
+    }
+    stream.write_all(&option(7, &go_data("disk"))).unwrap();
+    assert_eq!(option_replies(&mut stream, 7).unwrap().last().unwrap().0, 1);
+}
+
+#[test]
+fn the_old_way_of_choosing_an_export_works_and_an_unknown_name_ends_it() {
+    let front = Nbd::<true>::serve(disk().device);
+    let mut stream = greet(&front.socket).unwrap();
+    stream.write_all(&option(1, b"disk")).unwrap();
+    let mut answer = [0; 10];
+    stream.read_exact(&mut answer).unwrap();
+    assert_eq!(answer[..8], SIZE_BYTES.to_be_bytes());
+    stream.write_all(&client::request(0, client::READ, 77, 0, 4)).unwrap();
+    let mut reply = [9; 20];
+    stream.read_exact(&mut reply).unwrap();
+    assert_eq!(&reply[4..], &[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 77, 0, 0, 0, 0]);
+    let mut stream = greet(&front.socket).unwrap();
+    stream.write_all(&option(1, b"no such disk")).unwrap();
+    assert_eq!(stream.read(&mut answer).unwrap(), 0);
+}
+
+#[test]
+fn commands_and_flags_we_do_not_know_are_refused_and_the_connection_goes_on() {
+    let front = Nbd::<true>::serve(disk().device);
+    let mut client = Client::connect(&front.socket, "disk", true).unwrap();
+    let invalid = 22;
+    assert_eq!(client.ask(0, 4711, 0, 4096, &[]).unwrap().error, invalid);
+    assert_eq!(client.ask(1 << 9, client::READ, 0, 4096, &[]).unwrap().error, invalid);
+    assert_eq!(client.ask(1 << 9, client::WRITE, 0, 3, b"abc").unwrap().error, invalid);
+    assert_eq!(client.ask(client::NO_HOLE, client::TRIM, 0, 4096, &[]).unwrap().error, invalid);
+    assert_eq!(client.ask(0, client::READ, 0, (32 << 20) + 1, &[]).unwrap().error, invalid);
+    assert_eq!(client.ask(0, client::BLOCK_STATUS, 0, 0, &[]).unwrap().error, invalid);
+    assert_eq!(client.ask(0, client::CACHE, 0, SIZE_BYTES as u32 + 1, &[]).unwrap().error, invalid);
+    assert_eq!(client.ask(0, client::CACHE, 0, SIZE_BYTES as u32, &[]).unwrap().error, 0);
+    assert_eq!(client.ask(0, client::READ, 0, 0, &[]).unwrap().error, 0);
+    assert_eq!(client.ask(0, client::READ, 0, 3, &[]).unwrap().data, [0; 3]);
+    let mut simple = Client::connect(&front.socket, "disk", false).unwrap();
+    assert_eq!(simple.ask(0, client::BLOCK_STATUS, 0, 4096, &[]).unwrap().error, invalid, "not agreed on");
+    client.send(0, client::WRITE, 0, (32 << 20) + 1, &[]).unwrap();
+    assert_eq!(client.stream.read(&mut [0; 1]).unwrap(), 0, "too long to be taken in");
+    let mut lost = Client::connect(&front.socket, "disk", true).unwrap();
+    lost.stream.write_all(&[0; 28]).unwrap();
+    assert_eq!(lost.stream.read(&mut [0; 1]).unwrap(), 0, "no request where one should be");
+}
+
+#[test]
+fn a_long_request_for_status_is_answered_in_extents_of_alternating_kinds() {
+    let disk = disk_of(4 << 30, u64::MAX);
+    let front = Nbd::<true>::serve(disk);
+    let mut client = Client::connect(&front.socket, "disk", true).unwrap();
+    for block in 0..1000u64 {
+        assert_eq!(client.ask(0, client::WRITE, block * 8192, 4096, &[1; 4096]).unwrap().error, 0);
+    }
+    let reply = client.ask(0, client::BLOCK_STATUS, 0, u32::MAX, &[]).unwrap();
+    assert_eq!(reply.data.len(), 512 * 8, "no more than fit into the answer");
+    for (at, extent) in reply.data.chunks(8).enumerate() {
+        assert_eq!(extent, [0, 0, 16, 0, 0, 0, 0, if at % 2 == 0 { 0 } else { 3 }]);
+    }
+    let one = client.ask(8, client::BLOCK_STATUS, 100, 1 << 20, &[]).unwrap();
+    assert_eq!(one.data, [0, 0, 15, 156, 0, 0, 0, 0]);
+    let rest = client.ask(0, client::BLOCK_STATUS, 999 * 8192, u32::MAX - 999 * 8192, &[]).unwrap();
+    assert_eq!((rest.data.len(), rest.data[15]), (16, 3));
+}
+
+#[test]
+fn a_socket_that_is_served_is_not_taken_over_and_one_left_behind_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("nbd");
+    let start = |path: &Path| NbdServer::start(&Listen::Unix(path.into()), vec![export("disk", disk().device, false)]);
+    drop(UnixListener::bind(&socket).unwrap());
+    assert!(socket.exists());
+    let server = start(&socket).expect("nobody serves there");
+    let Err(NbdError::Listen(taken)) = start(&socket) else { panic!("it was taken over") };
+    assert_eq!(taken.kind(), ErrorKind::AddrInUse);
+    Client::connect(&socket, "disk", true).expect("the first server still serves");
+    drop(server);
+    std::fs::write(&socket, "not a socket").unwrap();
+    assert!(matches!(start(&socket), Err(NbdError::Listen(_))));
+    assert_eq!(std::fs::read(&socket).unwrap(), b"not a socket");
+}
+
+#[test]
+fn tcp_is_served_to_this_machine_alone_unless_told_otherwise() {
+    let exports = || vec![export("disk", disk().device, false)];
+    let server = NbdServer::start(&Listen::Loopback(0), exports()).unwrap();
+    let address = server.tcp_address().unwrap();
+    assert!(address.ip().is_loopback() && address.port() != 0, "{address}");
+    let mut greeting = [0; 18];
+    std::net::TcpStream::connect(address).unwrap().read_exact(&mut greeting).unwrap();
+    assert_eq!(&greeting[..8], b"NBDMAGIC");
+    drop(server);
+    assert!(std::net::TcpStream::connect(address).is_err(), "it still listens");
+    let server = NbdServer::start(&Listen::Anyone("0.0.0.0:0".parse().unwrap()), exports()).unwrap();
+    assert!(server.tcp_address().unwrap().ip().is_unspecified());
+}
+
+#[test]
+fn names_that_cannot_be_told_apart_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = |names: &[&str]| {
+        let exports = names.iter().map(|name| export(name, disk().device, false)).collect();
+        NbdServer::start(&Listen::Unix(dir.path().join("nbd")), exports).map(drop)
+    };
+    assert!(matches!(start(&[]), Err(NbdError::NoExport)));
+    assert!(matches!(start(&["a", "b", "a"]), Err(NbdError::BadName { number: 2 })));
+    assert!(matches!(start(&[&"x".repeat(4097)]), Err(NbdError::BadName { number: 0 })));
+    assert!(start(&["a", "b"]).is_ok());
+}
+
+#[test]
+fn no_more_clients_than_the_limit_are_served_and_places_become_free() {
+    let front = Nbd::<true>::serve(disk().device);
+    let limit = compcache_block::nbd::CONNECTIONS_MAX;
+    let streams: Vec<UnixStream> = (0..limit).map(|_| greet(&front.socket).unwrap()).collect();
+    assert!(greet(&front.socket).is_err(), "one more was let in");
+    drop(streams);
+    eventually("a free place", || front.server.connections() == 0);
+    Client::connect(&front.socket, "disk", true).unwrap();
+}
