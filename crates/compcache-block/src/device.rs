@@ -2,7 +2,7 @@
 //!
 //! A transport knows a [`BlockDevice`] and nothing below it; a device knows nothing of transports. Whoever serves
 //! requests makes a [`Lane`] on each thread that does: it owns what the thread needs (codec contexts, buffers), so that
-//! serving a request allocates nothing and takes no lock that another lane's request holds for long.
+//! serving a request allocates nothing (tests/allocation.rs) and takes no lock that another lane's request holds for long.
 //!
 //! | outcome                | what was done            | what the caller does                                  |
 //! |------------------------|--------------------------|-------------------------------------------------------|

@@ -7,7 +7,7 @@
 //!                             a second thread, when first needed: queue -> Lane -> Replies
 //! ```
 //!
-//! Blocking threads, one a connection: [`handshake`] agrees on an export, [`session`] serves requests, [`waiting`] those
+//! Blocking threads, one a connection: `handshake` agrees on an export, `session` serves requests, `waiting` those
 //! that need a slow medium. All memory of a connection is taken when it begins serving. A client that wants more in
 //! parallel opens more connections, and may: what one has had answered, all see.
 //!
