@@ -1,11 +1,13 @@
 //! A pool as a disk: one seam, the devices behind it, and the transports in front.
 //!
 //! ```text
-//!    NBD clients (a socket)                           ... each later transport is one more box up here
-//!          |
-//!    +-----v-----------------------------------+
-//!    | nbd    a thread and a lane a connection |   knows BlockDevice, nothing below it
-//!    +-----+-----------------------------------+
+//!    NBD clients (a socket)          /dev/loopN      ... each later transport is one more box up here
+//!          |                              |
+//!    +-----v-----------+   +--------------v------------+
+//!    | nbd    a thread |   | fuse_loop  a lane a thread,|   know BlockDevice, nothing below it
+//!    | a connection    |   | of FUSE's or that waits    |
+//!    +-----+-----------+   +--------------+------------+
+//!          +------------------------------+
 //!          |   Lane: read, write, flush, discard, write_zeroes, extent
 //!    ======v====================================  device.rs, the seam
 //!          |   Done | MustWait | DeviceError
@@ -42,13 +44,14 @@
 //!
 //! 1. a server's list of connections
 //! 2. a connection's queue of waiting requests; a connection's writing side. Neither is held when the other is taken, and
-//!    none is held when a device is asked
+//!    none is held when a device is asked. A [`FuseLoop`]'s queue of waiting requests likewise
 //! 3. a [`Disk`]'s turn to change its size
 //! 4. a [`Disk`]'s stripes of blocks: one of them, or all by their numbers; a [`Checked`]'s memory in its place
 //! 5. what is inside the store
 //!
 //! Nothing here is lasting: a disk's contents end with the process. `flush` says so by succeeding at once.
 
+// Lifted for fuse_loop/loop_device.rs, which makes the system calls of loop devices.
 #![deny(unsafe_code)]
 
 mod array;
@@ -58,6 +61,7 @@ mod device;
 mod disk;
 mod error;
 mod faulty;
+mod fuse_loop;
 pub mod nbd;
 mod range;
 
@@ -68,3 +72,4 @@ pub use device::{BLOCK_BYTES, BlockDevice, Extent, Lane, Manner, Outcome, Reques
 pub use disk::Disk;
 pub use error::DeviceError;
 pub use faulty::{Fault, Faulty};
+pub use fuse_loop::{Cleaned, FuseLoop, FuseLoopError, FuseLoopOptions, Holder, NotRemoved, Step, clean};

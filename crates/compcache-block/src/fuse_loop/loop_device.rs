@@ -1,0 +1,234 @@
+//! The loop device: taken, told its size, detached.
+//!
+//! None of these functions leaves the device open. Were the serving process the last that has it open, closing it would
+//! write out what the page cache holds for it, to the process itself; a process that is being killed cannot answer.
+#![allow(unsafe_code)]
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::mem::size_of;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use linux_raw_sys::general::{O_DIRECT, O_EXCL};
+use linux_raw_sys::loop_device::{
+    LO_FLAGS_DIRECT_IO, LOOP_CLR_FD, LOOP_CONFIGURE, LOOP_CTL_GET_FREE, LOOP_SET_CAPACITY, loop_config, loop_info64,
+};
+use rustix::io::Errno;
+use rustix::ioctl::{Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl};
+
+use super::error::{FuseLoopError, Holder, Step};
+use super::holders::{claimed_by, opened_by};
+use crate::device::BLOCK_BYTES;
+
+// The sizes of the kernel's structures, on every architecture.
+const _: () = assert!(size_of::<loop_info64>() == 232 && size_of::<loop_config>() == 304);
+
+/// How many free devices are tried before it is said that others take them all.
+const ATTEMPTS: u32 = 64;
+
+/// How long somebody who only looks (udev and its probes, when a device appears) may have the device open.
+const LOOKED_AT: Duration = Duration::from_secs(1);
+
+/// How often to look again.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// A loop device that is ours.
+#[derive(Debug)]
+pub(super) struct LoopDevice {
+    number: u32,
+    /// The file under it, as the kernel spells it.
+    file: PathBuf,
+}
+
+impl LoopDevice {
+    /// Sets up a free loop device over `file`, which the caller serves.
+    pub fn attach(control: &File, file: &Path) -> Result<LoopDevice, FuseLoopError> {
+        let open = OpenOptions::new().read(true).write(true).custom_flags(O_DIRECT as i32).open(file);
+        let backing = OwnedFd::from(open.map_err(FuseLoopError::at(Step::File, file))?);
+        for _ in 0..ATTEMPTS {
+            // SAFETY: the request takes no argument and returns a number.
+            let number = unsafe { ioctl(control, GetFree) };
+            let number = number.map_err(FuseLoopError::at(Step::FreeLoop, Path::new(CONTROL)))?;
+            let node = node(number);
+            let opened = OpenOptions::new().read(true).write(true).open(&node);
+            let opened = opened.map_err(FuseLoopError::at(Step::OpenLoop, &node))?;
+            match configure(&opened, &backing) {
+                Ok(()) => {}
+                // Somebody else was faster.
+                Err(Errno::BUSY) => continue,
+                Err(error) => return Err(FuseLoopError::at(Step::Configure, &node)(error)),
+            }
+            let device = LoopDevice { number, file: file.to_owned() };
+            if attribute(number, "dio").is_none_or(|value| value != Path::new("1")) {
+                // SAFETY: the request takes no argument. The device is ours, configured above.
+                let _ = unsafe { ioctl(&opened, NoArg::<{ LOOP_CLR_FD as Opcode }>::new()) };
+                return Err(FuseLoopError::NotDirect { path: node });
+            }
+            return Ok(device);
+        }
+        Err(FuseLoopError::NoneFree { attempts: ATTEMPTS })
+    }
+
+    /// The loop devices over `file`, whoever set them up.
+    pub fn over(file: &Path) -> io::Result<Vec<LoopDevice>> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir("/sys/block")? {
+            let name = entry?.file_name();
+            let number = name.to_str().and_then(|name| name.strip_prefix("loop")).and_then(|rest| rest.parse().ok());
+            let Some(number) = number else { continue };
+            let device = LoopDevice { number, file: file.to_owned() };
+            if device.is_attached() {
+                found.push(device);
+            }
+        }
+        Ok(found)
+    }
+
+    /// `/dev/loopN`.
+    pub fn path(&self) -> PathBuf {
+        node(self.number)
+    }
+
+    /// Has the device take the size of the file. Asks the server for it.
+    pub fn resized(&self) -> Result<(), FuseLoopError> {
+        let path = self.path();
+        // Before Linux 6.16 the device takes the size that the kernel remembers of the file; this has it remember.
+        fs::metadata(&self.file).map_err(FuseLoopError::at(Step::Resize, &self.file))?;
+        let opened = File::open(&path).map_err(FuseLoopError::at(Step::OpenLoop, &path))?;
+        // SAFETY: the request takes no argument.
+        unsafe { ioctl(opened, NoArg::<{ LOOP_SET_CAPACITY as Opcode }>::new()) }
+            .map_err(FuseLoopError::at(Step::Resize, &path))
+    }
+
+    /// Detaches the device unless somebody uses it, and returns when it is gone.
+    ///
+    /// Nobody can mount it or swap to it meanwhile: it is claimed here. Somebody who opens it at the very moment it is
+    /// detached keeps it until he closes it; that is waited for, and said to be a use of it if it takes long.
+    pub fn detach(&self) -> Result<(), FuseLoopError> {
+        let path = self.path();
+        let in_use = |by| Err(FuseLoopError::InUse { path: path.clone(), by });
+        let give_up = Instant::now() + LOOKED_AT;
+        let claimed = loop {
+            match OpenOptions::new().read(true).custom_flags(O_EXCL as i32).open(&path) {
+                Ok(claimed) => break claimed,
+                Err(error) if error.raw_os_error() != Some(Errno::BUSY.raw_os_error()) => {
+                    return Err(FuseLoopError::at(Step::OpenLoop, &path)(error));
+                }
+                Err(_) => {
+                    let by = claimed_by(self.number);
+                    if by.is_some() || Instant::now() > give_up {
+                        return in_use(by.or_else(|| opened_by(self.number, -1)).unwrap_or(Holder::Unknown));
+                    }
+                }
+            }
+            thread::sleep(PAUSE);
+        };
+        if !self.is_attached() {
+            return Ok(());
+        }
+        while let Some(by) = opened_by(self.number, claimed.as_raw_fd()) {
+            if Instant::now() > give_up {
+                return in_use(by);
+            }
+            thread::sleep(PAUSE);
+        }
+        self.clear(&claimed)?;
+        drop(claimed);
+        let give_up = Instant::now() + LOOKED_AT;
+        while self.is_attached() {
+            if Instant::now() > give_up {
+                return in_use(opened_by(self.number, -1).unwrap_or(Holder::Unknown));
+            }
+            thread::sleep(PAUSE);
+        }
+        Ok(())
+    }
+
+    /// Detaches the device from whoever uses it: at once if nobody does, else when the last of them closes it.
+    pub fn let_go(&self) {
+        let Ok(opened) = File::open(self.path()) else { return };
+        if self.is_attached() {
+            let _ = self.clear(&opened);
+        }
+    }
+
+    fn clear(&self, opened: &File) -> Result<(), FuseLoopError> {
+        // SAFETY: the request takes no argument. What it detaches is over our file: that was looked up, and a device that
+        // is attached is not given to others.
+        match unsafe { ioctl(opened, NoArg::<{ LOOP_CLR_FD as Opcode }>::new()) } {
+            Ok(()) | Err(Errno::NXIO) => Ok(()),
+            Err(error) => Err(FuseLoopError::at(Step::Detach, &self.path())(error)),
+        }
+    }
+
+    /// Whether the device is still over our file.
+    fn is_attached(&self) -> bool {
+        attribute(self.number, "backing_file").is_some_and(|file| file == self.file)
+    }
+}
+
+/// The node through which loop devices are had.
+pub(super) const CONTROL: &str = "/dev/loop-control";
+
+fn node(number: u32) -> PathBuf {
+    PathBuf::from(format!("/dev/loop{number}"))
+}
+
+/// An attribute of a loop device that is in use.
+fn attribute(number: u32, name: &str) -> Option<PathBuf> {
+    use std::os::unix::ffi::OsStringExt;
+    let mut value = fs::read(format!("/sys/block/loop{number}/loop/{name}")).ok()?;
+    if value.last() == Some(&b'\n') {
+        value.pop();
+    }
+    Some(PathBuf::from(std::ffi::OsString::from_vec(value)))
+}
+
+/// `LOOP_CONFIGURE`: everything in one step, so that the device never is there half set up.
+fn configure(opened: &File, backing: &OwnedFd) -> Result<(), Errno> {
+    let info = loop_info64 {
+        lo_device: 0,
+        lo_inode: 0,
+        lo_rdevice: 0,
+        lo_offset: 0,
+        lo_sizelimit: 0,
+        lo_number: 0,
+        lo_encrypt_type: 0,
+        lo_encrypt_key_size: 0,
+        lo_flags: LO_FLAGS_DIRECT_IO as u32,
+        lo_file_name: [0; 64],
+        lo_crypt_name: [0; 64],
+        lo_encrypt_key: [0; 32],
+        lo_init: [0; 2],
+    };
+    let config =
+        loop_config { fd: backing.as_raw_fd() as u32, block_size: BLOCK_BYTES as u32, info, __reserved: [0; 8] };
+    // SAFETY: the request reads one `struct loop_config`, whose size is asserted above; the descriptor in it is open
+    // until after the call. A wrong field could make the device read-only or of another size, not touch our memory.
+    unsafe { ioctl(opened, Setter::<{ LOOP_CONFIGURE as Opcode }, loop_config>::new(config)) }
+}
+
+/// `LOOP_CTL_GET_FREE`, whose answer is what the system call returns.
+struct GetFree;
+
+// SAFETY: the request takes no argument, so no memory is shared with the kernel.
+unsafe impl Ioctl for GetFree {
+    type Output = u32;
+    const IS_MUTATING: bool = false;
+
+    fn opcode(&self) -> Opcode {
+        LOOP_CTL_GET_FREE as Opcode
+    }
+
+    fn as_ptr(&mut self) -> *mut core::ffi::c_void {
+        std::ptr::null_mut()
+    }
+
+    unsafe fn output_from_ptr(output: IoctlOutput, _: *mut core::ffi::c_void) -> rustix::io::Result<u32> {
+        Ok(output as u32)
+    }
+}

@@ -1,0 +1,222 @@
+//! The directory of one disk: where it is mounted, and the lock that says it is alive.
+//!
+//! ```text
+//! /run/compcache-block/            0700; locked for a moment by whoever adds a directory or looks for dead ones
+//!     1234-0/                      0700; of process 1234, its first
+//!         lock                     locked as long as the disk is served: the kernel lets go when the process ends
+//!         mount/                   the FUSE file system, of the type fuse.compcache-block
+//!             disk                 the device, under the loop device
+//! ```
+
+use std::ffi::CString;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use rustix::process::{getgid, getuid};
+
+use super::REQUEST_BYTES_MAX;
+use super::error::{FuseLoopError, Step};
+use super::file::FILE_NAME;
+
+/// What the file system is called in the table of mounts.
+pub(super) const FILE_SYSTEM: &str = "fuse.compcache-block";
+
+/// How long an unmounted file system may stay busy with what the kernel still has to put away.
+const PUT_AWAY: Duration = Duration::from_secs(5);
+
+/// A directory and its lock. What is left of it when dropped is unmounted and removed as far as that is possible.
+pub(super) struct Place {
+    directory: PathBuf,
+    /// Held locked. `None` once all is removed.
+    lock: Option<File>,
+}
+
+impl Place {
+    /// Makes a directory of a new name in `parent`, and locks it.
+    pub fn create(parent: &Path) -> Result<Place, FuseLoopError> {
+        let at = FuseLoopError::at::<io::Error>;
+        DirBuilder::new().recursive(true).mode(0o700).create(parent).map_err(at(Step::Directory, parent))?;
+        let _order = lock_parent(parent).map_err(at(Step::Directory, parent))?;
+        let mut number = 0u32;
+        let directory = loop {
+            let directory = parent.join(format!("{}-{number}", process::id()));
+            match DirBuilder::new().mode(0o700).create(&directory) {
+                Ok(()) => break directory,
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => number += 1,
+                Err(error) => return Err(at(Step::Directory, &directory)(error)),
+            }
+        };
+        let mut place = Place { directory, lock: None };
+        let made = open_lock(&place.directory).and_then(|lock| {
+            flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+            DirBuilder::new().mode(0o700).create(place.mount_point())?;
+            Ok(lock)
+        });
+        match made {
+            Ok(lock) => place.lock = Some(lock),
+            Err(error) => {
+                let _ = fs::remove_dir(place.mount_point());
+                let _ = fs::remove_file(place.directory.join("lock"));
+                let _ = fs::remove_dir(&place.directory);
+                return Err(at(Step::Directory, &place.directory)(error));
+            }
+        }
+        Ok(place)
+    }
+
+    /// Takes over the directory of a process that ended; `None` if it lives, or if others are at it.
+    pub fn take_over(directory: &Path) -> io::Result<Option<Place>> {
+        let lock = open_lock(directory)?;
+        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) if owner_is_dying(directory) => {}
+            Err(Errno::WOULDBLOCK) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        }
+        Ok(Some(Place { directory: directory.to_owned(), lock: Some(lock) }))
+    }
+
+    /// Where the file system is, or will be, mounted.
+    pub fn mount_point(&self) -> PathBuf {
+        self.directory.join("mount")
+    }
+
+    /// The directory.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The served file, by the path the kernel gives for it too.
+    pub fn file(&self) -> PathBuf {
+        self.mount_point().join(FILE_NAME)
+    }
+
+    /// Mounts, and returns the connection to serve it through.
+    pub fn mount(&self, device_node: OwnedFd) -> Result<OwnedFd, FuseLoopError> {
+        let options = format!(
+            "fd={},rootmode=40000,user_id={},group_id={},max_read={REQUEST_BYTES_MAX}",
+            device_node.as_raw_fd(),
+            getuid().as_raw(),
+            getgid().as_raw(),
+        );
+        let options = CString::new(options).expect("numbers have no zero byte");
+        let flags = MountFlags::NODEV | MountFlags::NOSUID | MountFlags::NOEXEC | MountFlags::NOATIME;
+        let point = self.mount_point();
+        mount("compcache-block", &point, FILE_SYSTEM, flags, options.as_c_str())
+            .map_err(FuseLoopError::at(Step::Mount, &point))?;
+        Ok(device_node)
+    }
+
+    /// Cuts the connection: requests that wait for an answer fail, and so does every later one. Nothing else ends those
+    /// of a server that hangs. The mount stays.
+    pub fn cut(&self) {
+        // The kernel cuts the connection first, and then finds that the file system is busy.
+        let _ = unmount(self.mount_point(), UnmountFlags::FORCE);
+    }
+
+    /// Cuts the connection and unmounts, waiting a while for what the kernel still holds; then removes the directory.
+    pub fn remove(&mut self) -> Result<(), FuseLoopError> {
+        let point = self.mount_point();
+        let give_up = Instant::now() + PUT_AWAY;
+        loop {
+            match unmount(&point, UnmountFlags::FORCE) {
+                // Not mounted, or not any more.
+                Ok(()) | Err(Errno::INVAL | Errno::NOENT) => break,
+                Err(Errno::BUSY) if Instant::now() < give_up => thread::sleep(Duration::from_millis(2)),
+                Err(error) => return Err(FuseLoopError::at(Step::Unmount, &point)(error)),
+            }
+        }
+        self.remove_directory().map_err(FuseLoopError::at(Step::Directory, &self.directory))?;
+        self.lock = None;
+        Ok(())
+    }
+
+    fn remove_directory(&self) -> io::Result<()> {
+        let gone = |result: io::Result<()>| match result {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            other => other,
+        };
+        gone(fs::remove_dir(self.mount_point()))?;
+        gone(fs::remove_file(self.directory.join("lock")))?;
+        gone(fs::remove_dir(&self.directory))
+    }
+
+    /// Lets go without removing anything.
+    pub fn leave(mut self) {
+        self.lock = None;
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if self.lock.is_some() {
+            let _ = unmount(self.mount_point(), UnmountFlags::FORCE | UnmountFlags::DETACH);
+            let _ = self.remove_directory();
+        }
+    }
+}
+
+/// Keeps others from adding or removing directories until dropped. Nobody holds it for longer than a few system calls.
+pub(super) fn lock_parent(parent: &Path) -> io::Result<File> {
+    let file = File::open(parent)?;
+    flock(&file, FlockOperation::LockExclusive)?;
+    Ok(file)
+}
+
+fn open_lock(directory: &Path) -> io::Result<File> {
+    OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(directory.join("lock"))
+}
+
+/// Whether the process in the directory's name was killed but cannot end, because a thread of it waits for an answer that
+/// it will not give any more. Cutting the connection is what lets it end.
+fn owner_is_dying(directory: &Path) -> bool {
+    let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let Some(pid) = name.split('-').next().and_then(|pid| pid.parse::<u32>().ok()) else { return false };
+    fs::read_to_string(format!("/proc/{pid}/status")).is_ok_and(|status| status_of_dying(&status))
+}
+
+/// Whether a `/proc/PID/status` is of a process that SIGKILL is sent to, or whose first thread has ended.
+fn status_of_dying(status: &str) -> bool {
+    const SIGKILL_BIT: u64 = 1 << 8;
+    status.lines().filter_map(|line| line.split_once(':')).any(|(key, value)| match key {
+        "State" => value.trim_start().starts_with(['Z', 'X']),
+        "SigPnd" | "ShdPnd" => u64::from_str_radix(value.trim(), 16).is_ok_and(|bits| bits & SIGKILL_BIT != 0),
+        _ => false,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_killed_process_is_told_from_a_living_one() {
+        let living = "Name:\tx\nState:\tS (sleeping)\nSigPnd:\t0000000000000000\nShdPnd:\t0000000000004000\n";
+        assert!(!status_of_dying(living));
+        assert!(status_of_dying(&living.replace("S (sleeping)", "Z (zombie)")));
+        assert!(status_of_dying(&living.replace("ShdPnd:\t0000000000004000", "ShdPnd:\t0000000000000100")));
+        assert!(!owner_is_dying(Path::new("/nowhere/no-number")));
+    }
+
+    #[test]
+    fn a_place_has_a_new_name_and_is_taken_over_only_when_nobody_holds_it() {
+        let parent = tempfile::tempdir().unwrap();
+        let (one, two) = (Place::create(parent.path()).unwrap(), Place::create(parent.path()).unwrap());
+        assert_ne!(one.directory(), two.directory());
+        let directory = one.directory().to_owned();
+        assert!(Place::take_over(&directory).unwrap().is_none());
+        one.leave();
+        let mut taken = Place::take_over(&directory).unwrap().expect("its lock is free");
+        taken.remove().unwrap();
+        assert!(!directory.exists() && two.directory().exists());
+    }
+}

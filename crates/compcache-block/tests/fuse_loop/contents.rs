@@ -1,0 +1,242 @@
+//! What is written is read, what is discarded is gone, what fails says so, what is slow is slow alone.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use compcache_block::{BLOCK_BYTES, BlockDevice, Delayed, Fault, Faulty, Request};
+use compcache_testkit::seed::Seed;
+use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
+
+use crate::allocations::Spied;
+use crate::support::{Aligned, Served, can_serve, disk, fill_run, run};
+
+const MIB: u64 = 1 << 20;
+const RUN_BLOCKS: usize = 512;
+
+/// One thread's blocks, changed at random and compared with the model.
+fn exercise(file: &File, first: u64, blocks: usize, rng: &mut fastrand::Rng, steps: usize) -> Vec<u32> {
+    let mut model = vec![0u32; blocks];
+    let mut bytes = Aligned::new(RUN_BLOCKS * BLOCK_BYTES);
+    let mut expected = vec![0; RUN_BLOCKS * BLOCK_BYTES];
+    for step in 1..=steps as u32 {
+        // Mostly single blocks; sometimes more than a request of FUSE's holds.
+        let longest = if rng.u8(..) < 16 { RUN_BLOCKS } else { 8 };
+        let at = rng.usize(..blocks);
+        let count = rng.usize(1..=longest.min(blocks - at));
+        let (block, length) = (first + at as u64, count * BLOCK_BYTES);
+        let offset = block * BLOCK_BYTES as u64;
+        match rng.u8(..8) {
+            0 => {
+                let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                fallocate(file, hole, offset, length as u64).unwrap();
+                model[at..at + count].fill(0);
+            }
+            1..4 => {
+                fill_run(&mut bytes.get()[..length], block, step);
+                file.write_all_at(&bytes.get()[..length], offset).unwrap();
+                model[at..at + count].fill(step);
+            }
+            _ => {
+                file.read_exact_at(&mut bytes.get()[..length], offset).unwrap();
+                for (one, generation) in model[at..at + count].iter().enumerate() {
+                    let place = one * BLOCK_BYTES..(one + 1) * BLOCK_BYTES;
+                    fill_run(&mut expected[place], block + one as u64, *generation);
+                }
+                assert!(bytes.get()[..length] == expected[..length], "blocks {block}..+{count} in step {step}");
+            }
+        }
+    }
+    model
+}
+
+#[test]
+fn many_at_once_read_what_they_wrote_by_direct_io() {
+    if !can_serve(&[]) {
+        return;
+    }
+    const THREADS: u64 = 4;
+    const BLOCKS: usize = 2048;
+    let seed = Seed::for_test("many_at_once_read_what_they_wrote_by_direct_io");
+    let served = Served::new(disk(THREADS * BLOCKS as u64 * BLOCK_BYTES as u64));
+    let models: Vec<Vec<u32>> = thread::scope(|scope| {
+        let work = |number: u64| {
+            let (file, mut rng) = (served.open(), seed.part(number).rng());
+            move || exercise(&file, number * BLOCKS as u64, BLOCKS, &mut rng, 1500)
+        };
+        let threads: Vec<_> = (0..THREADS).map(|number| scope.spawn(work(number))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let (file, mut bytes, mut expected) = (served.open(), Aligned::new(BLOCK_BYTES), vec![0; BLOCK_BYTES]);
+    for (block, generation) in models.into_iter().flatten().enumerate() {
+        file.read_exact_at(bytes.get(), (block * BLOCK_BYTES) as u64).unwrap();
+        fill_run(&mut expected, block as u64, generation);
+        assert!(*bytes.get() == *expected, "block {block} is not of generation {generation}");
+    }
+    drop(file);
+    served.remove();
+}
+
+#[test]
+fn discarded_and_zeroed_blocks_free_their_memory_at_once() {
+    if !can_serve(&["blkdiscard"]) {
+        return;
+    }
+    let device = disk(16 * MIB);
+    let served = Served::new(device.clone());
+    let mut bytes = Aligned::new(16 << 20);
+    fill_run(bytes.get(), 0, 1);
+    served.open().write_all_at(bytes.get(), 0).unwrap();
+    let full = device.stats();
+    assert_eq!(full.orig_data_size, 16 * MIB);
+    let path = served.disk.path().to_str().unwrap().to_owned();
+
+    run("blkdiscard", &["-o", "4194304", "-l", "8388608", &path]);
+    let discarded = device.stats();
+    assert_eq!(discarded.orig_data_size, 8 * MIB);
+    assert!(discarded.compr_data_size <= full.compr_data_size / 2 + 4096, "{}", discarded.compr_data_size);
+    run("blkdiscard", &["-z", "-o", "0", "-l", "4194304", &path]);
+    let zeroed = device.stats();
+    assert!(zeroed.compr_data_size <= full.compr_data_size / 4 + 4096, "{}", zeroed.compr_data_size);
+
+    served.open().read_exact_at(bytes.get(), 0).unwrap();
+    let (zeroes, kept) = bytes.get().split_at(12 << 20);
+    assert!(zeroes.iter().all(|byte| *byte == 0));
+    let mut expected = vec![0; 4 << 20];
+    fill_run(&mut expected, 3072, 1);
+    assert!(kept == expected, "what was not discarded changed");
+    run("blkdiscard", &[&path]);
+    assert_eq!(device.stats().orig_data_size, 0);
+    served.remove();
+}
+
+#[test]
+fn holes_of_the_served_file_are_found_and_its_edges_read_as_zeroes() {
+    if !can_serve(&[]) {
+        return;
+    }
+    let served = Served::new(disk(MIB));
+    let file = OpenOptions::new().read(true).write(true).open(served.file()).unwrap();
+    file.write_all_at(&[7; 3 * BLOCK_BYTES], 8192).unwrap();
+    assert_eq!(seek(&file, SeekFrom::Data(0)), Ok(8192));
+    assert_eq!(seek(&file, SeekFrom::Hole(8192)), Ok(20480));
+    assert_eq!(seek(&file, SeekFrom::Data(20480)), Err(rustix::io::Errno::NXIO));
+    let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    fallocate(&file, hole, 8193, 2 * BLOCK_BYTES as u64).unwrap();
+    let mut back = vec![1; 3 * BLOCK_BYTES];
+    file.read_exact_at(&mut back, 8192).unwrap();
+    assert!(back[0] == 7 && back[1..=8192].iter().all(|byte| *byte == 0) && back[8193..].iter().all(|byte| *byte == 7));
+    assert_eq!(file.read_at(&mut back, MIB - 100).unwrap(), 100, "a read ends where the disk ends");
+    assert!(fallocate(&file, FallocateFlags::empty(), 0, 4096).is_err());
+    drop(file);
+    served.remove();
+}
+
+#[test]
+fn a_flush_reaches_the_device_and_so_does_forced_unit_access() {
+    if !can_serve(&[]) {
+        return;
+    }
+    let spied = Arc::new(Spied::new(disk(MIB)));
+    let served = Served::new(spied.clone());
+    let flushes = || spied.flushes.load(Ordering::SeqCst);
+    let file = served.open();
+    let mut bytes = Aligned::new(BLOCK_BYTES);
+    fill_run(bytes.get(), 0, 1);
+    file.write_all_at(bytes.get(), 0).unwrap();
+    // The kernel flushes the file once when the loop device is set up.
+    let before = flushes();
+    file.write_all_at(bytes.get(), 0).unwrap();
+    assert_eq!(flushes(), before, "a plain write is no flush");
+    file.sync_all().unwrap();
+    assert_eq!(flushes(), before + 1);
+    let flags = (OFlags::DIRECT | OFlags::DSYNC).bits() as i32;
+    let forced = OpenOptions::new().write(true).custom_flags(flags).open(served.disk.path()).unwrap();
+    forced.write_all_at(bytes.get(), 0).unwrap();
+    assert!(flushes() > before + 1, "a write with O_DSYNC came without a flush");
+    drop((file, forced));
+    served.remove();
+}
+
+#[test]
+fn errors_of_the_device_arrive() {
+    if !can_serve(&[]) {
+        return;
+    }
+    let at = |block: u64| block * 4096..(block + 1) * 4096;
+    let fault = |request, block, errno| Fault { request, offsets_bytes: at(block), one_in: 1, errno };
+    const ENOSPC: i32 = 28;
+    const EDQUOT: i32 = 122;
+    const EIO: i32 = 5;
+    let faults = vec![
+        fault(Request::Write, 1, ENOSPC),
+        fault(Request::Read, 2, EDQUOT),
+        fault(Request::Discard, 3, EDQUOT),
+        fault(Request::Flush, 0, EDQUOT),
+    ];
+    let served = Served::new(Arc::new(Faulty::new(disk(MIB), 1, faults)));
+    let mut bytes = Aligned::new(BLOCK_BYTES);
+    let errno = |result: std::io::Result<()>| result.err().and_then(|error| error.raw_os_error());
+    let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+
+    let file = served.open();
+    assert_eq!(errno(file.write_all_at(bytes.get(), 4096)), Some(ENOSPC));
+    assert_eq!(errno(file.read_exact_at(bytes.get(), 8192)), Some(EIO), "the block layer has no word for EDQUOT");
+    assert_eq!(errno(fallocate(&file, hole, 12288, 4096).map_err(Into::into)), Some(EIO));
+    assert_eq!(errno(file.sync_all()), Some(EIO));
+    file.write_all_at(bytes.get(), 16384).unwrap();
+    drop(file);
+
+    let file = OpenOptions::new().read(true).write(true).open(served.file()).unwrap();
+    assert_eq!(errno(file.write_all_at(bytes.get(), 4096)), Some(ENOSPC));
+    assert_eq!(errno(file.read_exact_at(bytes.get(), 8192)), Some(EDQUOT));
+    assert_eq!(errno(fallocate(&file, hole, 12288, 4096).map_err(Into::into)), Some(EDQUOT));
+    assert_eq!(errno(file.sync_all()), Some(EDQUOT));
+    drop(file);
+    served.remove();
+}
+
+#[test]
+fn a_slow_request_does_not_hold_up_others() {
+    if !can_serve(&[]) {
+        return;
+    }
+    const SLOW: Duration = Duration::from_secs(2);
+    let device = Arc::new(Delayed::new(disk(MIB), 0..4096, SLOW));
+    // One thread serves, and one waits.
+    let served = Served::with_threads(device.clone(), 1);
+    for slow_write in [false, true] {
+        let begin = Instant::now();
+        thread::scope(|scope| {
+            let slow = scope.spawn(|| {
+                let mut bytes = Aligned::new(BLOCK_BYTES);
+                fill_run(bytes.get(), 0, 9);
+                let file = served.open();
+                let result =
+                    if slow_write { file.write_all_at(bytes.get(), 0) } else { file.read_exact_at(bytes.get(), 0) };
+                result.unwrap();
+                begin.elapsed()
+            });
+            thread::sleep(Duration::from_millis(200));
+            let (file, mut bytes) = (served.open(), Aligned::new(BLOCK_BYTES));
+            for block in 1..101 {
+                file.write_all_at(bytes.get(), block * 4096).unwrap();
+                file.read_exact_at(bytes.get(), block * 4096).unwrap();
+            }
+            let quick = begin.elapsed();
+            let slow = slow.join().unwrap();
+            assert!(quick < SLOW && slow >= SLOW, "100 quick ones ended after {quick:?}, the slow one after {slow:?}");
+        });
+    }
+    assert_eq!(device.waited(), 2);
+    let mut bytes = Aligned::new(BLOCK_BYTES);
+    let mut expected = vec![0; BLOCK_BYTES];
+    fill_run(&mut expected, 0, 9);
+    served.open().read_exact_at(bytes.get(), 0).unwrap();
+    assert!(*bytes.get() == *expected, "the write that waited wrote something else");
+    assert_eq!(device.size_bytes(), fs::metadata(served.file()).unwrap().len());
+    served.remove();
+}

@@ -1,0 +1,188 @@
+//! A disk's life: a file system on it, a new size, its removal, company, and a user who may not.
+
+use std::fs;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+use compcache_block::{Array, BLOCK_BYTES, FuseLoop, FuseLoopError, Holder, clean};
+use tempfile::TempDir;
+
+use crate::support::{
+    Aligned, Mounted, Served, assert_nothing_left, backing_file, can_serve, disk, fill_run, options, run,
+};
+
+const MIB: u64 = 1 << 20;
+
+fn sectors(device: &Path) -> u64 {
+    let path = format!("/sys/block/{}/size", device.file_name().unwrap().to_str().unwrap());
+    fs::read_to_string(path).unwrap().trim().parse().unwrap()
+}
+
+#[test]
+fn a_file_system_keeps_its_files_and_is_found_clean() {
+    if !can_serve(&["mkfs.ext4", "fsck.ext4", "mount"]) {
+        return;
+    }
+    let served = Served::new(disk(64 * MIB));
+    let path = served.disk.path().to_str().unwrap().to_owned();
+    run("mkfs.ext4", &["-q", &path]);
+    let at = TempDir::new().unwrap();
+    let mut expected = vec![0; 256 << 10];
+    for again in [false, true] {
+        let mounted = Mounted::new(served.disk.path(), at.path());
+        for number in 0..64u32 {
+            fill_run(&mut expected, number.into(), number + 1);
+            let length = expected.len() - number as usize * 1000;
+            let file = at.path().join(number.to_string());
+            if again {
+                assert!(fs::read(file).unwrap() == expected[..length], "file {number} changed");
+            } else {
+                fs::write(file, &expected[..length]).unwrap();
+            }
+        }
+        mounted.unmount();
+        run("fsck.ext4", &["-f", "-n", &path]);
+    }
+    served.remove();
+}
+
+#[test]
+fn a_disk_takes_a_new_size_while_it_is_open() {
+    if !can_serve(&[]) {
+        return;
+    }
+    let device = Arc::new(Array::new(4 * MIB).unwrap());
+    let served = Served::new(device.clone());
+    let (file, mut bytes) = (served.open(), Aligned::new(BLOCK_BYTES));
+    assert_eq!(sectors(served.disk.path()), 4 * MIB / 512);
+    fill_run(bytes.get(), 5, 5);
+    assert!(file.write_all_at(bytes.get(), 4 * MIB).is_err());
+    device.resize(8 * MIB).unwrap();
+    served.disk.resized().unwrap();
+    assert_eq!(sectors(served.disk.path()), 8 * MIB / 512);
+    file.write_all_at(bytes.get(), 8 * MIB - 4096).unwrap();
+    let mut back = Aligned::new(BLOCK_BYTES);
+    file.read_exact_at(back.get(), 8 * MIB - 4096).unwrap();
+    assert!(back.get() == bytes.get());
+    device.resize(MIB).unwrap();
+    assert!(file.read_exact_at(back.get(), 8 * MIB - 4096).is_err(), "the device is smaller already");
+    served.disk.resized().unwrap();
+    assert_eq!(sectors(served.disk.path()), MIB / 512);
+    drop(file);
+    served.remove();
+}
+
+#[test]
+fn a_disk_in_use_is_not_removed_and_says_by_whom() {
+    if !can_serve(&["mkfs.ext4", "mount"]) {
+        return;
+    }
+    let Served { disk: served, parent } = Served::new(disk(16 * MIB));
+    let path = served.path().to_owned();
+    run("mkfs.ext4", &["-q", path.to_str().unwrap()]);
+    let at = TempDir::new().unwrap();
+    let mounted = Mounted::new(&path, at.path());
+    let refused = served.remove().unwrap_err();
+    let by = Holder::Mounted { at: at.path().to_owned() };
+    assert!(matches!(&refused.error, FuseLoopError::InUse { by: said, .. } if *said == by), "{}", refused.error);
+    fs::write(at.path().join("file"), "still served").unwrap();
+    mounted.unmount();
+
+    let open = fs::File::open(&path).unwrap();
+    let refused = refused.disk.remove().unwrap_err();
+    let us = std::process::id();
+    let said = |error: &FuseLoopError| matches!(error, FuseLoopError::InUse { by: Holder::Process { pid, .. }, .. } if *pid == us);
+    assert!(said(&refused.error), "{}", refused.error);
+    drop(open);
+    refused.disk.remove().unwrap();
+    assert_nothing_left(parent.path(), &path);
+}
+
+#[test]
+fn a_disk_that_is_dropped_while_it_is_open_is_taken_away() {
+    if !can_serve(&[]) {
+        return;
+    }
+    let Served { disk: served, parent } = Served::new(disk(MIB));
+    let path = served.path().to_owned();
+    let (file, mut bytes) = (crate::support::open_direct(&path), Aligned::new(BLOCK_BYTES));
+    file.read_exact_at(bytes.get(), 0).unwrap();
+    drop(served);
+    assert!(file.read_exact_at(bytes.get(), 0).is_err());
+    drop(file);
+    let give_up = std::time::Instant::now() + std::time::Duration::from_secs(5);
+    while backing_file(&path).is_some_and(|file| file.contains("compcache") || file.ends_with("/disk")) {
+        assert!(std::time::Instant::now() < give_up, "{:?}", backing_file(&path));
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    assert_nothing_left(parent.path(), &path);
+}
+
+#[test]
+fn two_disks_are_two_and_cleaning_leaves_them_alone() {
+    if !can_serve(&[]) {
+        return;
+    }
+    let parent = TempDir::new().unwrap();
+    let serve = || FuseLoop::serve(disk(MIB), &options(parent.path(), 1)).unwrap();
+    let (one, two) = (serve(), serve());
+    assert_ne!(one.path(), two.path());
+    let cleaned = clean(parent.path()).unwrap();
+    assert!(cleaned.removed.is_empty() && cleaned.left.is_empty(), "{cleaned:?}");
+    let (mut bytes, mut back) = (Aligned::new(BLOCK_BYTES), Aligned::new(BLOCK_BYTES));
+    for (generation, disk) in [(1, &one), (2, &two)] {
+        fill_run(bytes.get(), 0, generation);
+        crate::support::open_direct(disk.path()).write_all_at(bytes.get(), 0).unwrap();
+    }
+    for (generation, disk) in [(1, &one), (2, &two)] {
+        fill_run(bytes.get(), 0, generation);
+        crate::support::open_direct(disk.path()).read_exact_at(back.get(), 0).unwrap();
+        assert!(bytes.get() == back.get());
+    }
+    for entry in fs::read_dir(parent.path()).unwrap() {
+        assert_eq!(entry.unwrap().metadata().unwrap().permissions().mode() & 0o777, 0o700, "only root may enter");
+    }
+    let path = one.path().to_owned();
+    one.remove().unwrap();
+    crate::support::open_direct(two.path()).read_exact_at(back.get(), 0).unwrap();
+    let other = two.path().to_owned();
+    two.remove().unwrap();
+    assert_nothing_left(parent.path(), &path);
+    assert_nothing_left(parent.path(), &other);
+}
+
+/// Set for the process that [`an_unprivileged_user_is_told_what_to_do`] starts.
+const UNPRIVILEGED: &str = "COMPCACHE_TEST_UNPRIVILEGED";
+
+#[test]
+fn an_unprivileged_user_is_told_what_to_do() {
+    if let Some(parent) = std::env::var_os(UNPRIVILEGED) {
+        let refused = FuseLoop::serve(Arc::new(Array::new(MIB).unwrap()), &options(Path::new(&parent), 1));
+        println!("refused: {}", refused.unwrap_err());
+        return;
+    }
+    if !can_serve(&["setpriv"]) {
+        return;
+    }
+    // A copy that this user may execute, wherever it was built.
+    let place = TempDir::new().unwrap();
+    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let program = place.path().join("test");
+    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    let parent = place.path().join("served");
+    let output = Command::new("setpriv")
+        .args(["--reuid=65534", "--regid=65534", "--clear-groups", "--"])
+        .arg(&program)
+        .args(["--exact", "life::an_unprivileged_user_is_told_what_to_do", "--nocapture"])
+        .env(UNPRIVILEGED, &parent)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
+    for word in ["refused:", "CAP_SYS_ADMIN", "run it as root", "NBD"] {
+        assert!(said.contains(word), "{said}");
+    }
+    assert!(!parent.exists(), "something was made before it was refused");
+}
