@@ -3,10 +3,11 @@
 //! ```text
 //!    NBD clients (a socket)          /dev/loopN      ... each later transport is one more box up here
 //!          |                              |
-//!    +-----v-----------+   +--------------v------------+
-//!    | nbd    a thread |   | fuse_loop  a lane a thread,|   know BlockDevice, nothing below it
-//!    | a connection    |   | of FUSE's or that waits    |
-//!    +-----+-----------+   +--------------+------------+
+//!    +-----v-------------+   +------------v--------------+
+//!    | nbd: a thread and |   | fuse_loop: a lane for     |   know BlockDevice, nothing below it
+//!    | a lane for each   |   | each thread of FUSE's and |
+//!    | connection        |   | each that waits           |
+//!    +-----+-------------+   +------------+--------------+
 //!          +------------------------------+
 //!          |   Lane: read, write, flush, discard, write_zeroes, extent
 //!    ======v====================================  device.rs, the seam
@@ -61,7 +62,7 @@ mod device;
 mod disk;
 mod error;
 mod faulty;
-mod fuse_loop;
+pub mod fuse_loop;
 pub mod nbd;
 mod range;
 
@@ -72,4 +73,3 @@ pub use device::{BLOCK_BYTES, BlockDevice, Extent, Lane, Manner, Outcome, Reques
 pub use disk::Disk;
 pub use error::DeviceError;
 pub use faulty::{Fault, Faulty};
-pub use fuse_loop::{Cleaned, FuseLoop, FuseLoopError, FuseLoopOptions, Holder, NotRemoved, Step, clean};

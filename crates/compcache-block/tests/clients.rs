@@ -204,6 +204,7 @@ fn fio_verifies_what_four_jobs_wrote_at_random() {
             "--iodepth=16",
             "--verify=crc32c",
             "--verify_fatal=1",
+            "--verify_state_save=0",
             "--buffer_compress_percentage=50",
             "--refill_buffers",
             "--group_reporting",

@@ -1,6 +1,8 @@
 //! What may be typed: the flags, and nothing of what they do.
 
 use std::ffi::OsString;
+use std::fmt;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -23,6 +25,19 @@ pub struct Cli {
 #[derive(Subcommand)]
 pub enum Command {
     Run(RunArgs),
+    Serve(ServeArgs),
+    /// Make, show, change and end compressed RAM disks
+    ///
+    /// Asks the server (`compcache serve`), whose disks they are.
+    Disk {
+        /// What to do.
+        #[command(subcommand)]
+        command: DiskCommand,
+    },
+    /// The same as `compcache disk list`
+    List(ListArgs),
+    /// The same as `compcache disk show`
+    Show(ShowArgs),
     Doctor(DoctorArgs),
     /// Print completions for a shell
     Completions {
@@ -77,6 +92,9 @@ pub struct RunArgs {
     pub program: Vec<OsString>,
 }
 
+const SIZE_NOTE: &str = "SIZE is a number of bytes, or one with K, M, G or T (powers of 1024), or a share of the \
+                         machine's RAM (10%).";
+
 const NOTES: &str = "SIZE is a number of bytes, or one with K, M, G or T (powers of 1024; 512M, 1.5G, 64MiB), \
                      or a share of the machine's RAM (10%).\n\n\
                      COMPCACHE_PRELOAD in the environment names the object to preload, if it is not beside the \
@@ -92,6 +110,193 @@ pub struct DoctorArgs {
     pub json: bool,
 }
 
+/// Own compressed RAM disks, until ended by a signal
+///
+/// Stays in the foreground, for a terminal or a service manager; the commands of `compcache disk` ask it for what they do.
+/// What the disks hold is in its memory, and is gone when it ends. Under systemd it takes the socket it is handed over,
+/// and says when it is ready.
+#[derive(Args)]
+pub struct ServeArgs {
+    /// Listen here for commands [default: /run/compcache/control.sock for root, else under $XDG_RUNTIME_DIR]
+    #[arg(long, value_name = "PATH", env = "COMPCACHE_SOCKET")]
+    pub socket: Option<PathBuf>,
+
+    /// Limit on the memory that all disks take together
+    #[arg(long, value_name = "SIZE", default_value = "50%")]
+    pub memory: Size,
+}
+
+/// Which server is meant.
+#[derive(Args)]
+pub struct ServerArgs {
+    /// The server's control socket [default: where `compcache serve` listens]
+    #[arg(long, value_name = "PATH", env = "COMPCACHE_SOCKET")]
+    pub socket: Option<PathBuf>,
+}
+
+/// What can be done with disks.
+#[derive(Subcommand)]
+pub enum DiskCommand {
+    Create(CreateArgs),
+    List(ListArgs),
+    Show(ShowArgs),
+    Resize(ResizeArgs),
+    Change(ChangeArgs),
+    /// Forget all that a disk holds; its size stays
+    Reset(NameArgs),
+    /// End a disk; what it holds is gone
+    Rm(NameArgs),
+}
+
+/// Make a disk, and print where it is found
+///
+/// The size is what its users see; it takes memory as they write, compressed, and gives it back as they discard.
+#[derive(Args)]
+#[command(after_help = SIZE_NOTE)]
+pub struct CreateArgs {
+    #[command(flatten)]
+    pub server: ServerArgs,
+
+    /// A name for it [default: disk0, disk1 ...]
+    #[arg(long)]
+    pub name: Option<String>,
+
+    /// How much its users can write, uncompressed
+    #[arg(long, value_name = "SIZE")]
+    pub size: Size,
+
+    /// Limit on the memory it takes; what goes beyond is refused (ENOSPC) [default: the server's]
+    #[arg(long, value_name = "SIZE")]
+    pub limit: Option<Size>,
+
+    /// lz4 is faster; zstd or zstd:LEVEL makes the pages smaller (levels 1 to 19 and -1 to -7; 1 if none is given)
+    #[arg(long, value_name = "CODEC", default_value = "lz4")]
+    pub codec: Codec,
+
+    /// How its users get to it
+    #[arg(long, value_name = "WAY", default_value = "auto")]
+    pub transport: Transport,
+
+    /// Make a file system of this kind on it (mkfs.KIND); needs a block device
+    #[arg(long, value_name = "KIND")]
+    pub mkfs: Option<String>,
+
+    /// Mount it there; needs --mkfs
+    #[arg(long, value_name = "DIR", requires = "mkfs")]
+    pub mount: Option<PathBuf>,
+
+    /// Serve NBD at this Unix socket [default: NAME.nbd beside the control socket]
+    #[arg(long, value_name = "PATH", conflicts_with = "nbd_tcp")]
+    pub nbd_socket: Option<PathBuf>,
+
+    /// Serve NBD at this port of this machine, or at this address. Whoever reaches it can read and write the disk: there
+    /// is no password, and nothing is encrypted
+    #[arg(long, value_name = "[ADDRESS:]PORT")]
+    pub nbd_tcp: Option<TcpAddress>,
+}
+
+/// List the disks
+#[derive(Args)]
+pub struct ListArgs {
+    #[command(flatten)]
+    pub server: ServerArgs,
+
+    /// Print the states as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Show all statistics of a disk, and how long its reads and writes took
+#[derive(Args)]
+pub struct ShowArgs {
+    #[command(flatten)]
+    pub server: ServerArgs,
+
+    /// Which disk
+    pub name: String,
+
+    /// Under the names, and in the units, of ramzswap
+    #[arg(long, conflicts_with = "json")]
+    pub ramzswap: bool,
+
+    /// Print the state as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Give a disk another size while it is in use
+///
+/// What lies beyond a smaller size is gone. The users of a disk learn of it as the transport permits: NBD clients when they
+/// connect again.
+#[derive(Args)]
+#[command(after_help = SIZE_NOTE)]
+pub struct ResizeArgs {
+    #[command(flatten)]
+    pub server: ServerArgs,
+
+    /// Which disk
+    pub name: String,
+
+    /// Its new size
+    pub size: Size,
+}
+
+/// Change limit and codec of a disk while it is in use
+#[derive(Args)]
+#[command(after_help = SIZE_NOTE)]
+#[group(id = "changes", required = true, multiple = true, args = ["limit", "codec"])]
+pub struct ChangeArgs {
+    #[command(flatten)]
+    pub server: ServerArgs,
+
+    /// Which disk
+    pub name: String,
+
+    /// Its new limit. Below what it takes already, writes are refused until enough was discarded; nothing is lost
+    #[arg(long, value_name = "SIZE")]
+    pub limit: Option<Size>,
+
+    /// What it compresses from now on with; what it holds stays as it is
+    #[arg(long, value_name = "CODEC")]
+    pub codec: Option<Codec>,
+}
+
+/// A disk by its name.
+#[derive(Args)]
+pub struct NameArgs {
+    #[command(flatten)]
+    pub server: ServerArgs,
+
+    /// Which disk
+    pub name: String,
+}
+
+/// `--transport`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Transport {
+    /// A block device where that is possible, else NBD
+    Auto,
+    /// A loop device over FUSE: /dev/loopN; needs root
+    Loop,
+    /// Network block device, over a socket: needs no privilege
+    Nbd,
+}
+
+/// `--nbd-tcp`: an address to listen at, this machine's own if there is only a port.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TcpAddress(pub SocketAddr);
+
+impl FromStr for TcpAddress {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> anyhow::Result<Self> {
+        match text.parse::<u16>() {
+            Ok(port) => Ok(Self((Ipv4Addr::LOCALHOST, port).into())),
+            Err(_) => text.parse().map(Self).context("write a port, or ADDRESS:PORT with a number for the address"),
+        }
+    }
+}
+
 /// `--codec`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Codec {
@@ -99,6 +304,26 @@ pub struct Codec {
     pub codec: RunCodec,
     /// The level of zstd; 0 for LZ4, which has none.
     pub level: i32,
+}
+
+impl Codec {
+    /// As the store calls it.
+    pub fn of_store(self) -> compcache_store::Codec {
+        match self.codec {
+            RunCodec::Lz4 => compcache_store::Codec::Lz4,
+            // Between -7 and 19: see `from_str`.
+            RunCodec::Zstd => compcache_store::Codec::Zstd { level: self.level as i8 },
+        }
+    }
+}
+
+impl fmt::Display for Codec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.codec {
+            RunCodec::Lz4 => write!(f, "lz4"),
+            RunCodec::Zstd => write!(f, "zstd:{}", self.level),
+        }
+    }
 }
 
 impl FromStr for Codec {
@@ -150,10 +375,22 @@ mod tests {
     }
 
     #[test]
+    fn a_port_alone_is_this_machines() {
+        assert_eq!("10809".parse::<TcpAddress>().unwrap().0.to_string(), "127.0.0.1:10809");
+        assert_eq!("[::]:1".parse::<TcpAddress>().unwrap().0.to_string(), "[::]:1");
+        for wrong in ["", "localhost", "70000", "1.2.3.4", "1.2.3.4:"] {
+            assert!(wrong.parse::<TcpAddress>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
     fn a_codec_is_read_with_its_level() {
         assert_eq!("lz4".parse::<Codec>().unwrap(), Codec { codec: RunCodec::Lz4, level: 0 });
         assert_eq!("zstd".parse::<Codec>().unwrap(), Codec { codec: RunCodec::Zstd, level: 1 });
         assert_eq!("zstd:-3".parse::<Codec>().unwrap(), Codec { codec: RunCodec::Zstd, level: -3 });
+        for text in ["lz4", "zstd:1", "zstd:-7", "zstd:19"] {
+            assert_eq!(text.parse::<Codec>().unwrap().to_string(), text);
+        }
         for wrong in ["", "lzo", "lz4:1", "zstd:", "zstd:0", "zstd:20", "zstd:x", "ZSTD"] {
             assert!(wrong.parse::<Codec>().is_err(), "{wrong}");
         }

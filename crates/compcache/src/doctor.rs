@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use rustix::fs::Access;
+use rustix::process::geteuid;
 use serde::Serialize;
 
 use crate::cgroup;
@@ -114,12 +115,30 @@ impl Facts {
             nbd: device("/dev/nbd0"),
             preload_object: object.as_ref().ok().map(|path| path.display().to_string()),
             run: run_works(&kernel, uffd, object.err()),
-            disk: Way::not_in_this_version(),
+            disk: disk_works(),
             swap: Way::not_in_this_version(),
             mount: Way::not_in_this_version(),
             kernel,
         }
     }
+}
+
+/// Disks need nothing for NBD, which no kernel has a part in; what may be missing is what makes a block device of one.
+fn disk_works() -> Way {
+    let missing: Vec<_> = [("/dev/fuse", "fuse"), ("/dev/loop-control", "loop")]
+        .into_iter()
+        .filter(|(node, _)| device(node) != Device::Usable)
+        .map(|(node, module)| match device(node) {
+            Device::Absent => format!("{node} is missing (modprobe {module})"),
+            _ => format!("{node} may not be opened"),
+        })
+        .collect();
+    let why = match (geteuid().is_root(), missing.is_empty()) {
+        (true, true) => None,
+        (false, true) => Some("over NBD; as /dev/loopN for root only".into()),
+        (_, false) => Some(format!("over NBD alone: {}", missing.join(", "))),
+    };
+    Way { works: true, why }
 }
 
 fn run_works(

@@ -13,6 +13,12 @@ pub fn ram_bytes() -> u64 {
     info.totalram as u64 * u64::from(info.mem_unit)
 }
 
+/// Nanoseconds that only grow.
+pub fn clock_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
 /// The kernel's release, as `uname -r` has it.
 pub fn release() -> String {
     rustix::system::uname().release().to_string_lossy().into_owned()

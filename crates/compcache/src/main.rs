@@ -4,10 +4,13 @@
 
 mod cgroup;
 mod cli;
+mod control;
+mod disk;
 mod doctor;
 mod kernel;
 mod pages;
 mod run;
+mod serve;
 mod size;
 
 use std::process::ExitCode;
@@ -19,6 +22,10 @@ use crate::cli::{Cli, Command};
 fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Run(args) => run::run(args),
+        Command::Serve(args) => serve::serve(&args),
+        Command::Disk { command } => disk::disk(command),
+        Command::List(args) => disk::list(&args),
+        Command::Show(args) => disk::show(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Completions { shell } => pages::completions(shell),
         Command::Man { dir } => pages::man(&dir),

@@ -12,7 +12,8 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use compcache_block::{Delayed, FuseLoop, FuseLoopError, Holder, clean};
+use compcache_block::Delayed;
+use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, Holder, clean};
 use tempfile::TempDir;
 
 use crate::support::{Aligned, Mounted, assert_nothing_left, can_serve, disk, open_direct, options, run};

@@ -6,7 +6,8 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-use compcache_block::{Array, BLOCK_BYTES, FuseLoop, FuseLoopError, Holder, clean};
+use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, Holder, clean};
+use compcache_block::{Array, BLOCK_BYTES};
 use tempfile::TempDir;
 
 use crate::support::{

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use compcache_block::{BLOCK_BYTES, BlockDevice, Disk, FuseLoop, FuseLoopOptions};
+use compcache_block::fuse_loop::{FuseLoop, FuseLoopOptions};
+use compcache_block::{BLOCK_BYTES, BlockDevice, Disk};
 use compcache_store::{PoolConfig, Store, StoreConfig};
 use compcache_testkit::features::{Feature, requires};
 use compcache_testkit::seed::scramble;

@@ -8,6 +8,7 @@
 //! | `real_programs.rs` | programs of many runtimes print the same with a quarter of their memory                  |
 //! | `accounting.rs`    | the limits hold, for one process and for a tree, and what is dead gives its share back    |
 //! | `cli.rs`           | statuses and signals go through, output is the program's alone, failures say the remedy  |
+//! | `disks.rs`         | `compcache serve` and its disks do what they are told, and say why when they do not      |
 //!
 //! Each runs both ways of eviction. What a machine lacks is skipped, printed and counted (`COMPCACHE_REQUIRE_ALL=1`
 //! makes it fail). A program that hangs is a failure: what its threads wait for is printed, then it is killed.
@@ -23,6 +24,7 @@
 
 mod accounting;
 mod cli;
+mod disks;
 mod memory_tester;
 mod old_kernel;
 mod real_programs;

@@ -1,0 +1,231 @@
+//! How the commands talk to the server: one line of JSON each way, over a Unix socket.
+//!
+//!     -> {"version":1,"do":"create","name":"scratch","size_bytes":1073741824,"codec":"lz4","at":{"nbd_unix":null}}
+//!     <- {"version":1,"disk":{"name":"scratch","at":"nbd+unix:///?socket=/run/compcache/scratch.nbd", ...}}
+//!     <- {"version":1,"failed":{"why":"there is a disk called scratch already; choose another name"}}
+//!
+//! Each side says the version it speaks; a server refuses a version it does not know and says which it does. What a
+//! version means does not change once it is released: fields may be added, and unknown ones are ignored.
+//!
+//! Who may ask: the user the server runs as, and root. The kernel says who that is (SO_PEERCRED); the socket's own mode
+//! keeps others from connecting at all.
+
+mod client;
+mod server;
+
+use std::collections::BTreeMap;
+use std::env;
+use std::path::PathBuf;
+
+use anyhow::bail;
+use rustix::process::geteuid;
+use serde::{Deserialize, Serialize};
+
+pub use client::ask;
+pub use server::{Control, Served};
+
+/// The protocol spoken here.
+pub const VERSION: u32 = 1;
+/// No line is longer.
+const LINE_BYTES_MAX: u64 = 1 << 20;
+
+/// What a command asks for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "snake_case")]
+pub enum Request {
+    /// Make a disk.
+    Create(Create),
+    /// All disks.
+    List,
+    /// One disk.
+    Show { name: String },
+    /// Change what can be changed while a disk is in use.
+    Change(Change),
+    /// Forget all that a disk holds.
+    Reset { name: String },
+    /// End a disk; what it holds is gone.
+    Remove { name: String },
+}
+
+/// A disk to be made.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Create {
+    /// Its name; the server finds one if there is none.
+    pub name: Option<String>,
+    /// What it looks like from outside.
+    pub size_bytes: u64,
+    /// As `--codec` spells it.
+    pub codec: String,
+    /// The most memory it may take; none beside the server's own limit if absent.
+    pub limit_bytes: Option<u64>,
+    /// Where it is to be found.
+    pub at: At,
+}
+
+/// How clients get to a disk.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum At {
+    /// A block device where that is possible, else NBD at a Unix socket.
+    Auto,
+    /// A loop device, over a file that is served by FUSE.
+    Loop,
+    /// NBD at a Unix socket; beside the control socket if none is named.
+    NbdUnix(Option<PathBuf>),
+    /// NBD at an address and port.
+    NbdTcp(std::net::SocketAddr),
+}
+
+/// Changes to a disk in use.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Change {
+    /// Which disk.
+    pub name: String,
+    /// Its new size.
+    pub size_bytes: Option<u64>,
+    /// Its new limit; `u64::MAX` for none.
+    pub limit_bytes: Option<u64>,
+    /// What it compresses new pages with.
+    pub codec: Option<String>,
+}
+
+/// What the server answers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reply {
+    /// Nothing more to say.
+    Done,
+    /// One disk.
+    Disk(Box<DiskState>),
+    /// All of them.
+    Disks(Vec<DiskState>),
+    /// It was not done.
+    Failed {
+        /// What failed, why, and what to do.
+        why: String,
+    },
+}
+
+/// A disk as it is at one moment.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DiskState {
+    /// Its name.
+    pub name: String,
+    /// Where it is found: a URI, or the path of a device.
+    pub at: String,
+    /// As `--codec` spells it.
+    pub codec: String,
+    /// The store's statistics by their names.
+    pub stats: BTreeMap<String, u64>,
+    /// How long reads and writes took.
+    pub latency: Latencies,
+}
+
+impl DiskState {
+    /// A statistic by its name; zero if the server does not have it.
+    pub fn stat(&self, name: &str) -> u64 {
+        self.stats.get(name).copied().unwrap_or_default()
+    }
+}
+
+/// Durations, reads and writes apart.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Latencies {
+    /// Pages read.
+    pub reads: Durations,
+    /// Pages written.
+    pub writes: Durations,
+}
+
+/// A histogram in seven numbers.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[allow(missing_docs, reason = "the names say it")]
+pub struct Durations {
+    pub count: u64,
+    pub min_ns: u64,
+    pub avg_ns: u64,
+    pub p50_ns: u64,
+    pub p99_ns: u64,
+    pub max_ns: u64,
+    pub sum_ns: u64,
+}
+
+/// Where a server listens unless told otherwise: root's where services have their sockets, others' among their own.
+///
+/// # Errors
+/// The user has no directory for such things.
+pub fn default_socket() -> anyhow::Result<PathBuf> {
+    let directory = match env::var_os("XDG_RUNTIME_DIR") {
+        _ if geteuid().is_root() => PathBuf::from("/run"),
+        Some(directory) if !directory.is_empty() => directory.into(),
+        _ => bail!("there is no place for the control socket: name one with --socket, or set XDG_RUNTIME_DIR"),
+    };
+    Ok(directory.join("compcache/control.sock"))
+}
+
+/// A line, either way: who speaks, and what.
+#[derive(Serialize, Deserialize)]
+struct Line<T> {
+    version: u32,
+    #[serde(flatten)]
+    said: T,
+}
+
+/// What is read of a line before the rest of it means anything.
+#[derive(Deserialize)]
+struct Version {
+    version: u32,
+}
+
+fn to_line<T: Serialize>(said: T) -> Vec<u8> {
+    let mut line = serde_json::to_vec(&Line { version: VERSION, said }).expect("what is said is always JSON");
+    line.push(b'\n');
+    line
+}
+
+fn from_line<T: for<'a> Deserialize<'a>>(line: &[u8]) -> anyhow::Result<T> {
+    let Ok(Version { version }) = serde_json::from_slice(line) else {
+        bail!("that is not a line of JSON with a `version`");
+    };
+    if version != VERSION {
+        bail!("version {version} of the protocol was spoken; version {VERSION} is known here");
+    }
+    Ok(serde_json::from_slice::<Line<T>>(line)?.said)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_is_understood() {
+        let create = Request::Create(Create {
+            name: Some("a".into()),
+            size_bytes: 4096,
+            codec: "lz4".into(),
+            limit_bytes: None,
+            at: At::NbdUnix(None),
+        });
+        for request in [create, Request::List, Request::Change(Change { name: "b".into(), ..Change::default() })] {
+            assert_eq!(from_line::<Request>(&to_line(request.clone())).unwrap(), request);
+        }
+        let failed = Reply::Failed { why: "no".into() };
+        for reply in [Reply::Done, failed, Reply::Disks(Vec::new())] {
+            assert_eq!(from_line::<Reply>(&to_line(reply.clone())).unwrap(), reply);
+        }
+    }
+
+    #[test]
+    fn another_version_is_refused_by_name() {
+        let refused = from_line::<Request>(br#"{"version":2,"do":"dance"}"#).unwrap_err().to_string();
+        assert!(refused.contains("version 2") && refused.contains("version 1"), "{refused}");
+        for rubbish in ["", "[]", "{}", "{\"version\":\"1\"}", "\u{0}"] {
+            assert!(from_line::<Request>(rubbish.as_bytes()).is_err(), "{rubbish}");
+        }
+    }
+
+    #[test]
+    fn unknown_fields_are_ignored() {
+        assert_eq!(from_line::<Request>(br#"{"version":1,"do":"list","later":true}"#).unwrap(), Request::List);
+    }
+}

@@ -1,0 +1,44 @@
+//! The asking side.
+
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use anyhow::{Context, anyhow, bail};
+
+use super::{LINE_BYTES_MAX, Reply, Request, from_line, to_line};
+
+/// Asks the server at `socket`, and waits for its answer.
+///
+/// # Errors
+/// There is no server there, it is somebody else's, or it refused; the message says what to do.
+pub fn ask(socket: &Path, request: Request) -> anyhow::Result<Reply> {
+    let stream = UnixStream::connect(socket).map_err(|error| explain(socket, error))?;
+    (&stream).write_all(&to_line(request)).context("the server at the other end went away")?;
+    let mut line = Vec::new();
+    BufReader::new(stream)
+        .take(LINE_BYTES_MAX)
+        .read_until(b'\n', &mut line)
+        .context("the server's answer did not come")?;
+    if !line.ends_with(b"\n") {
+        bail!("the server at {} hung up without an answer; did it end just now?", socket.display());
+    }
+    match from_line(&line).context("the server's answer was not understood")? {
+        Reply::Failed { why } => Err(anyhow!(why)),
+        reply => Ok(reply),
+    }
+}
+
+fn explain(socket: &Path, error: std::io::Error) -> anyhow::Error {
+    let socket = socket.display();
+    match error.kind() {
+        ErrorKind::NotFound | ErrorKind::ConnectionRefused => anyhow!(
+            "no server answers at {socket}; start one with `compcache serve`, in another terminal or as a service, \
+             or name its socket with --socket"
+        ),
+        ErrorKind::PermissionDenied => {
+            anyhow!("the server at {socket} is another user's; run this as that user, or as root")
+        }
+        _ => anyhow::Error::new(error).context(format!("cannot reach the server at {socket}")),
+    }
+}

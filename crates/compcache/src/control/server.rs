@@ -1,0 +1,147 @@
+//! The answering side: a socket, and a thread for each who asks.
+
+use std::fs::{self, DirBuilder, File, Permissions};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::geteuid;
+
+use super::{LINE_BYTES_MAX, Reply, Request, from_line, to_line};
+
+/// Who has connected must ask within this time, and take the answer: nobody keeps a thread for ever.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+const NOT_YOURS: &str = "this server answers only the user it runs as, and root; run this as that user";
+
+/// Carries out what is asked.
+pub trait Served: Send + Sync + 'static {
+    /// Answers one request. Called by several threads at once.
+    fn serve(&self, request: Request) -> Reply;
+}
+
+/// The control socket. Removed when dropped, if it was made here.
+pub struct Control {
+    listener: UnixListener,
+    ours: Option<Ours>,
+}
+
+/// A socket that was made here, and the lock that keeps a second server from taking it for a dead one's.
+struct Ours {
+    socket: PathBuf,
+    _lock: File,
+}
+
+impl Control {
+    /// Makes the socket, in a directory that only this user can enter if there is none yet.
+    ///
+    /// # Errors
+    /// Another server answers there; or the directory cannot be written to.
+    pub fn bind(socket: &Path) -> anyhow::Result<Self> {
+        let directory = socket.parent().filter(|parent| !parent.as_os_str().is_empty());
+        if let Some(directory) = directory.filter(|directory| !directory.exists()) {
+            DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(directory)
+                .with_context(|| format!("cannot make {}; name another place with --socket", directory.display()))?;
+        }
+        let mut path = socket.as_os_str().to_owned();
+        path.push(".lock");
+        let lock = File::create(&path)
+            .with_context(|| format!("cannot write {}; name another place with --socket", path.display()))?;
+        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => bail!(
+                "a server already answers at {}; end that one first, or name another socket with --socket",
+                socket.display()
+            ),
+            Err(error) => return Err(error).with_context(|| format!("cannot lock {}", path.display())),
+        }
+        // Whoever had it before is dead, or the lock would be held.
+        match fs::remove_file(socket) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("cannot replace {}", socket.display()));
+            }
+            _ => {}
+        }
+        let listener = UnixListener::bind(socket).with_context(|| format!("cannot listen at {}", socket.display()))?;
+        fs::set_permissions(socket, Permissions::from_mode(0o600))
+            .with_context(|| format!("cannot keep others from {}", socket.display()))?;
+        Ok(Self { listener, ours: Some(Ours { socket: socket.to_owned(), _lock: lock }) })
+    }
+
+    /// Takes the socket that whoever started us listens at already (socket activation).
+    pub fn inherit(listener: UnixListener) -> Self {
+        Self { listener, ours: None }
+    }
+
+    /// Starts answering, on a thread of its own, for as long as the process lives.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub fn answer(&self, served: Arc<dyn Served>) -> anyhow::Result<()> {
+        let listener = self.listener.try_clone().context("cannot share the control socket with its thread")?;
+        thread::Builder::new()
+            .name("control".into())
+            .spawn(move || {
+                for stream in listener.incoming().flatten() {
+                    let served = served.clone();
+                    // Without a thread to answer on, who asked is told by the connection's end.
+                    let _ = thread::Builder::new().name("ask".into()).spawn(move || converse(&stream, &*served));
+                }
+            })
+            .context("cannot start the thread that answers")?;
+        Ok(())
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        if let Some(ours) = &self.ours {
+            // The lock's file stays: removed, two servers could lock two files of the same name.
+            let _ = fs::remove_file(&ours.socket);
+        }
+    }
+}
+
+/// Answers line after line until the other end has no more to ask.
+fn converse(stream: &UnixStream, served: &dyn Served) {
+    let patient = stream.set_read_timeout(Some(PATIENCE)).and(stream.set_write_timeout(Some(PATIENCE)));
+    if patient.is_err() {
+        return;
+    }
+    let may_ask = may_ask(stream);
+    let mut lines = BufReader::new(stream);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match (&mut lines).take(LINE_BYTES_MAX).read_until(b'\n', &mut line) {
+            Ok(_) if line.ends_with(b"\n") => {}
+            // The end, half a line, or one without an end.
+            _ => return,
+        }
+        let reply = match from_line(&line) {
+            // Said only now: a connection that is closed with a question unread loses the answer as well.
+            Ok(_) if !may_ask => Reply::Failed { why: NOT_YOURS.into() },
+            Ok(request) => served.serve(request),
+            Err(error) => Reply::Failed { why: format!("{error:#}") },
+        };
+        if (&mut &*stream).write_all(&to_line(reply)).is_err() {
+            return;
+        }
+    }
+}
+
+/// Whether who is at the other end may ask: the user we run as, or root.
+fn may_ask(stream: &UnixStream) -> bool {
+    socket_peercred(stream).is_ok_and(|peer| peer.uid.is_root() || peer.uid == geteuid())
+}

@@ -1,0 +1,165 @@
+//! `compcache disk`, `list` and `show`: what is asked of the server, and how its answers look.
+
+mod mounts;
+mod tables;
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+
+use anyhow::{Context, bail};
+
+use crate::cli::{
+    ChangeArgs, CreateArgs, DiskCommand, ListArgs, NameArgs, ResizeArgs, ServerArgs, ShowArgs, Transport,
+};
+use crate::control::{At, Change, Create, DiskState, Reply, Request, ask, default_socket};
+use crate::kernel::ram_bytes;
+use crate::run::{STATUS_FAILED, say};
+
+/// Does what was asked of a disk.
+pub fn disk(command: DiskCommand) -> ExitCode {
+    match command {
+        DiskCommand::Create(args) => ended(create(args)),
+        DiskCommand::List(args) => list(&args),
+        DiskCommand::Show(args) => show(&args),
+        DiskCommand::Resize(args) => ended(resize(&args)),
+        DiskCommand::Change(args) => ended(change(&args)),
+        DiskCommand::Reset(args) => ended(plain(&args, |name| Request::Reset { name })),
+        DiskCommand::Rm(args) => ended(plain(&args, |name| Request::Remove { name })),
+    }
+}
+
+/// One line for each disk.
+pub fn list(args: &ListArgs) -> ExitCode {
+    ended(server(&args.server).and_then(|socket| {
+        let Reply::Disks(disks) = ask(&socket, Request::List)? else { return unexpected() };
+        Ok(if args.json { json(&disks) } else { tables::list(&disks, &mounts::of_this_machine()) })
+    }))
+}
+
+/// All that is known of one disk.
+pub fn show(args: &ShowArgs) -> ExitCode {
+    ended(one_disk(&args.server, Request::Show { name: args.name.clone() }).map(|disk| match args {
+        ShowArgs { json: true, .. } => json(&disk),
+        ShowArgs { ramzswap: true, .. } => tables::ramzswap(&disk),
+        _ => tables::show(&disk),
+    }))
+}
+
+fn create(args: CreateArgs) -> anyhow::Result<String> {
+    let ram_bytes = ram_bytes();
+    let at = match (args.transport, args.nbd_tcp) {
+        (_, Some(address)) => At::NbdTcp(address.0),
+        (_, None) if args.nbd_socket.is_some() => At::NbdUnix(args.nbd_socket.map(absolute).transpose()?),
+        (Transport::Nbd, None) => At::NbdUnix(None),
+        (Transport::Loop, None) => At::Loop,
+        (Transport::Auto, None) => At::Auto,
+    };
+    let wanted = Create {
+        name: args.name,
+        size_bytes: whole_blocks(args.size.bytes(ram_bytes)),
+        codec: args.codec.to_string(),
+        limit_bytes: args.limit.map(|limit| limit.bytes(ram_bytes)),
+        at,
+    };
+    let disk = one_disk(&args.server, Request::Create(wanted))?;
+    if let Some(kind) = &args.mkfs
+        && let Err(error) = file_system(&disk.at, kind, args.mount.as_deref())
+    {
+        // What was asked for is a disk with a file system: there shall not be one without.
+        ask(&server(&args.server)?, Request::Remove { name: disk.name })?;
+        return Err(error);
+    }
+    Ok(disk.at + "\n")
+}
+
+/// Makes a file system on a device, and mounts it.
+fn file_system(device: &str, kind: &str, mount: Option<&Path>) -> anyhow::Result<()> {
+    if !device.starts_with("/dev/") {
+        bail!("there is no block device to make a file system on, for that needs root, FUSE and loop devices here");
+    }
+    let run = |command: &mut Command| {
+        let name = command.get_program().to_string_lossy().into_owned();
+        let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot run {name}"))?;
+        if !output.status.success() {
+            bail!("{name} failed: {}", String::from_utf8_lossy(&output.stderr).trim());
+        }
+        Ok(())
+    };
+    // What is discarded on a new disk is nothing.
+    let quiet: &[&str] = match kind {
+        "ext2" | "ext3" | "ext4" => &["-q", "-E", "nodiscard"],
+        _ => &[],
+    };
+    run(Command::new(format!("mkfs.{kind}")).args(quiet).arg(device))?;
+    match mount {
+        Some(directory) => run(Command::new("mount").arg(device).arg(directory)),
+        None => Ok(()),
+    }
+}
+
+fn resize(args: &ResizeArgs) -> anyhow::Result<String> {
+    let size_bytes = Some(whole_blocks(args.size.bytes(ram_bytes())));
+    let change = Change { name: args.name.clone(), size_bytes, ..Change::default() };
+    one_disk(&args.server, Request::Change(change)).map(|_| String::new())
+}
+
+fn change(args: &ChangeArgs) -> anyhow::Result<String> {
+    let change = Change {
+        name: args.name.clone(),
+        limit_bytes: args.limit.map(|limit| limit.bytes(ram_bytes())),
+        codec: args.codec.map(|codec| codec.to_string()),
+        ..Change::default()
+    };
+    one_disk(&args.server, Request::Change(change)).map(|_| String::new())
+}
+
+fn plain(args: &NameArgs, request: impl FnOnce(String) -> Request) -> anyhow::Result<String> {
+    match ask(&server(&args.server)?, request(args.name.clone()))? {
+        Reply::Done => Ok(String::new()),
+        _ => unexpected(),
+    }
+}
+
+fn one_disk(args: &ServerArgs, request: Request) -> anyhow::Result<DiskState> {
+    match ask(&server(args)?, request)? {
+        Reply::Disk(disk) => Ok(*disk),
+        _ => unexpected(),
+    }
+}
+
+fn server(args: &ServerArgs) -> anyhow::Result<PathBuf> {
+    args.socket.clone().map_or_else(default_socket, Ok)
+}
+
+fn unexpected<T>() -> anyhow::Result<T> {
+    bail!("the server answered something else than it was asked; is it of another version?")
+}
+
+/// A size typed in per cent or fractions is rounded up to whole blocks.
+fn whole_blocks(bytes: u64) -> u64 {
+    bytes.next_multiple_of(4096)
+}
+
+/// The server's working directory is not ours.
+fn absolute(path: PathBuf) -> anyhow::Result<PathBuf> {
+    Ok(std::path::absolute(path)?)
+}
+
+fn json<T: serde::Serialize>(value: &T) -> String {
+    serde_json::to_string_pretty(value).expect("states are always JSON") + "\n"
+}
+
+/// Prints what was asked for. A reader that has seen enough (`| head`) is no failure.
+fn ended(printed: anyhow::Result<String>) -> ExitCode {
+    match printed {
+        Ok(text) => {
+            let _ = io::stdout().write_all(text.as_bytes());
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            say(&format!("compcache: {error:#}\n"));
+            STATUS_FAILED.into()
+        }
+    }
+}

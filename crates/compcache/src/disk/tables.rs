@@ -1,0 +1,131 @@
+//! What a person reads.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use compcache_store::{TABLE, Unit};
+
+use crate::control::{DiskState, Durations};
+use crate::size::Shown;
+
+const COLUMNS: [&str; 9] = ["NAME", "DISKSIZE", "DATA", "COMPR", "ALGORITHM", "TOTAL", "RATIO", "MOUNTPOINT", "DEVICE"];
+
+/// The disks in the manner of zramctl.
+pub fn list(disks: &[DiskState], mounts: &BTreeMap<String, String>) -> String {
+    let rows: Vec<[String; 9]> = disks.iter().map(|disk| row(disk, mounts)).collect();
+    let width = |column: usize| {
+        rows.iter().map(|row| row[column].len()).chain([COLUMNS[column].len()]).max().unwrap_or_default()
+    };
+    let widths: [usize; 9] = std::array::from_fn(width);
+    let mut text = String::new();
+    for row in [COLUMNS.map(str::to_owned)].iter().chain(&rows) {
+        let cells = row.iter().zip(widths).enumerate().map(|(column, (cell, width))| match column {
+            1..=3 | 5 | 6 => format!("{cell:>width$}"),
+            _ => format!("{cell:<width$}"),
+        });
+        text += cells.collect::<Vec<_>>().join(" ").trim_end();
+        text.push('\n');
+    }
+    text
+}
+
+fn row(disk: &DiskState, mounts: &BTreeMap<String, String>) -> [String; 9] {
+    // No blanks within a cell, for `awk`.
+    let bytes = |name: &str| Shown(disk.stat(name)).to_string().replace(' ', "");
+    [
+        disk.name.clone(),
+        bytes("disksize"),
+        bytes("orig_data_size"),
+        bytes("compr_data_size"),
+        disk.codec.clone(),
+        bytes("mem_used_total"),
+        ratio(disk).map_or_else(|| "-".into(), |ratio| format!("{ratio:.2}")),
+        mounts.get(&disk.at).cloned().unwrap_or_default(),
+        disk.at.clone(),
+    ]
+}
+
+/// How many bytes of data a byte of memory holds, all of ours counted.
+fn ratio(disk: &DiskState) -> Option<f64> {
+    let used = disk.stat("mem_used_total");
+    (used > 0).then(|| disk.stat("orig_data_size") as f64 / used as f64)
+}
+
+/// Every statistic with its meaning, and how long reads and writes took.
+pub fn show(disk: &DiskState) -> String {
+    let mut text = format!("{}\n  at                {}\n  codec             {}\n", disk.name, disk.at, disk.codec);
+    for stat in TABLE {
+        let value = disk.stat(stat.name);
+        let shown = match stat.unit {
+            Unit::Bytes if value == u64::MAX => "none".into(),
+            Unit::Bytes => Shown(value).to_string(),
+            Unit::Percent => format!("{value} %"),
+            Unit::Pages | Unit::Operations => value.to_string(),
+        };
+        let _ = writeln!(text, "  {:<17} {shown:<12} {}", stat.name, stat.meaning);
+    }
+    text += "\n  latency, us        count        min        avg        p50        p99        max\n";
+    text += &latency("reads", &disk.latency.reads);
+    text += &latency("writes", &disk.latency.writes);
+    text
+}
+
+fn latency(name: &str, of: &Durations) -> String {
+    let mut line = format!("  {name:<12} {:>11}", of.count);
+    for ns in [of.min_ns, of.avg_ns, of.p50_ns, of.p99_ns, of.max_ns] {
+        let _ = write!(line, " {:>10.2}", ns as f64 / 1000.0);
+    }
+    line + "\n"
+}
+
+/// The statistics under the names ramzswap printed, in its units: sizes in kilobytes.
+pub fn ramzswap(disk: &DiskState) -> String {
+    let mut text = String::new();
+    for stat in TABLE.iter().filter(|stat| !stat.ramzswap.is_empty()) {
+        let value = disk.stat(stat.name);
+        let shown = match stat.unit {
+            Unit::Bytes if value == u64::MAX => "none".into(),
+            Unit::Bytes => format!("{:>8} kB", value.div_ceil(1024)),
+            Unit::Percent => format!("{value:>8} %"),
+            Unit::Pages | Unit::Operations => format!("{value:>8}"),
+        };
+        let _ = writeln!(text, "{:<14} {shown}", format!("{}:", stat.ramzswap));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk(at: &str, stats: &[(&str, u64)]) -> DiskState {
+        DiskState {
+            name: "a".into(),
+            at: at.into(),
+            codec: "lz4".into(),
+            stats: stats.iter().map(|&(name, value)| (name.to_owned(), value)).collect(),
+            latency: Default::default(),
+        }
+    }
+
+    #[test]
+    fn the_list_has_the_columns_of_zramctl_and_says_where_a_disk_is_mounted() {
+        let mounts = BTreeMap::from([("/dev/loop7".to_owned(), "/mnt/x".to_owned())]);
+        let stats = [("disksize", 4 << 30), ("orig_data_size", 300 << 20), ("mem_used_total", 100 << 20)];
+        let text = list(&[disk("/dev/loop7", &stats), disk("nbd://localhost", &[])], &mounts);
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(lines[0], COLUMNS);
+        assert_eq!(lines[1][..2], ["a", "4.0GiB"]);
+        assert_eq!(lines[1][lines[1].len() - 3..], ["3.00", "/mnt/x", "/dev/loop7"]);
+        assert_eq!(lines[2][lines[2].len() - 2..], ["-", "nbd://localhost"]);
+    }
+
+    #[test]
+    fn every_name_of_ramzswap_is_printed_with_its_unit() {
+        let text = ramzswap(&disk("x", &[("disksize", 4096), ("good_compress", 78), ("num_reads", 5)]));
+        for line in ["DiskSize:             4 kB", "GoodCompress:        78 %", "NumReads:             5"] {
+            assert!(text.lines().any(|found| found == line), "{line} in {text}");
+        }
+        assert_eq!(text.lines().count(), TABLE.iter().filter(|stat| !stat.ramzswap.is_empty()).count());
+    }
+}

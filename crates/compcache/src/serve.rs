@@ -1,0 +1,122 @@
+//! `compcache serve`: the process that owns the disks.
+//!
+//! It stays in the foreground, as systemd and every other supervisor want it; the other commands ask it through
+//! [`crate::control`] and start nothing by themselves. What its disks hold is in its memory and ends with it.
+//!
+//! | thread     | does                                                     |
+//! |------------|----------------------------------------------------------|
+//! | main       | sets up, then waits for the signal to end                |
+//! | control    | takes who connects; a thread each for those who ask      |
+//! | compaction | gives memory of half-empty spans back, a step at a time  |
+//! | transports | theirs                                                   |
+//!
+//! Locks: the disks' names are under one lock ([`disks`]), held while a disk is made, changed or ended, never while one
+//! serves a request.
+
+mod disks;
+mod wire;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::Context;
+use compcache_block::fuse_loop::{self, FuseLoopOptions};
+use compcache_store::{Store, StoreConfig, Worker};
+use listenfd::ListenFd;
+use rustix::process::geteuid;
+use sd_notify::NotifyState;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::cli::ServeArgs;
+use crate::control::{Control, default_socket};
+use crate::kernel::{clock_ns, ram_bytes};
+use crate::run::{STATUS_FAILED, say};
+use crate::serve::disks::Disks;
+use crate::size::Shown;
+
+/// Between two looks at whether there is something to compact.
+const BETWEEN_COMPACTIONS: Duration = Duration::from_millis(500);
+/// Objects moved by one step: some tens of microseconds.
+const COMPACTED_AT_ONCE: usize = 64;
+
+/// Serves until SIGTERM or SIGINT.
+pub fn serve(args: &ServeArgs) -> ExitCode {
+    match serve_until_told(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            say(&format!("compcache: {error:#}\n"));
+            STATUS_FAILED.into()
+        }
+    }
+}
+
+fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
+    // First of all: a signal from here on ends us in order.
+    let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot wait for signals")?;
+    let socket = args.socket.clone().map_or_else(default_socket, Ok)?;
+    let limit_bytes = args.memory.bytes(ram_bytes());
+    let store = Store::new(StoreConfig { limit_bytes, ..StoreConfig::default() })
+        .context("cannot reserve addresses for the pages; is there a limit on them (ulimit -v)?")?;
+    let control = match ListenFd::from_env().take_unix_listener(0).context("what was handed over is no socket")? {
+        Some(listener) => Control::inherit(listener),
+        None => Control::bind(&socket)?,
+    };
+    clean_up_after_the_dead();
+    let directory = socket.parent().map_or_else(PathBuf::new, Into::into);
+    let disks = Arc::new(Disks::new(store.clone(), directory));
+    start_compaction(store)?;
+    control.answer(disks.clone())?;
+    // Nobody listens where no service manager is; nothing depends on it.
+    let _ = sd_notify::notify(&[NotifyState::Ready]);
+    say(&format!(
+        "compcache: serving at {}; all disks together may take {} of memory\n",
+        socket.display(),
+        Shown(limit_bytes)
+    ));
+    for _ in &mut signals {
+        let _ = sd_notify::notify(&[NotifyState::Stopping]);
+        match disks.remove_all() {
+            Ok(()) => break,
+            // Whoever uses it would lose what it holds.
+            Err(error) => say(&format!("compcache: not ending: {error:#}\n")),
+        }
+    }
+    Ok(())
+}
+
+/// A server that was killed leaves loop devices that answer with errors only, and mounts that nobody can use.
+fn clean_up_after_the_dead() {
+    if !geteuid().is_root() {
+        return;
+    }
+    let done = fuse_loop::clean(&FuseLoopOptions::default().directory);
+    let (removed, left) = match done {
+        Ok(cleaned) => (cleaned.removed, cleaned.left),
+        Err(error) => return say(&format!("compcache: cannot look for what killed servers left: {error}\n")),
+    };
+    for place in removed {
+        say(&format!("compcache: removed {}, of a server that was killed\n", place.display()));
+    }
+    for (place, error) in left {
+        say(&format!("compcache: {}, of a server that was killed, stays: {error}\n", place.display()));
+    }
+}
+
+/// What was discarded leaves spans half empty; now and then they are emptied.
+fn start_compaction(store: Arc<Store>) -> anyhow::Result<()> {
+    let mut worker = Worker::new(&store, clock_ns).context("cannot get the memory that compaction works in")?;
+    thread::Builder::new()
+        .name("compaction".into())
+        .spawn(move || {
+            loop {
+                while !store.compact(&mut worker, COMPACTED_AT_ONCE).finished {}
+                thread::sleep(BETWEEN_COMPACTIONS);
+            }
+        })
+        .context("cannot start the thread that compacts")?;
+    Ok(())
+}

@@ -1,0 +1,178 @@
+//! The disks of a server, by name.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use anyhow::{Context, anyhow, bail};
+use compcache_block::Disk;
+use compcache_store::{LatencySnapshot, PoolConfig, Store, TABLE};
+
+use crate::cli::Codec;
+use crate::control::{Change, Create, DiskState, Durations, Latencies, Reply, Request, Served};
+use crate::serve::wire::Wire;
+
+const NAME_BYTES_MAX: usize = 32;
+
+/// All disks, and the store they share.
+pub struct Disks {
+    store: Arc<Store>,
+    /// Where the sockets of disks are made that ask for no other place.
+    directory: PathBuf,
+    disks: Mutex<BTreeMap<String, Attached>>,
+}
+
+/// A disk and what serves it.
+struct Attached {
+    disk: Arc<Disk>,
+    codec: Codec,
+    wire: Wire,
+}
+
+impl Disks {
+    /// No disks yet.
+    pub fn new(store: Arc<Store>, directory: PathBuf) -> Self {
+        Self { store, directory, disks: Mutex::default() }
+    }
+
+    /// Ends every disk.
+    ///
+    /// # Errors
+    /// Some are in use; they stay.
+    pub fn remove_all(&self) -> anyhow::Result<()> {
+        let mut disks = self.lock();
+        let mut kept = Ok(());
+        for (name, attached) in std::mem::take(&mut *disks) {
+            if let Err(not) = attached.wire.end() {
+                kept = Err(not.why.context(format!("disk {name} cannot be ended")));
+                disks.insert(name, Attached { wire: not.wire, ..attached });
+            }
+        }
+        kept
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Attached>> {
+        self.disks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn create(&self, wanted: &Create) -> anyhow::Result<DiskState> {
+        let codec: Codec = wanted.codec.parse()?;
+        let mut disks = self.lock();
+        let name = match &wanted.name {
+            Some(name) => checked_name(name)?.to_owned(),
+            None => (0..).map(|nth| format!("disk{nth}")).find(|name| !disks.contains_key(name)).expect("endless"),
+        };
+        let Entry::Vacant(place) = disks.entry(name.clone()) else {
+            bail!("there is a disk called {name} already; choose another name");
+        };
+        let limit_bytes = wanted.limit_bytes.unwrap_or(u64::MAX);
+        let pool = self.store.create_pool(PoolConfig { codec: codec.of_store(), limit_bytes })?;
+        let disk = Arc::new(Disk::new(pool, wanted.size_bytes)?);
+        let wire = Wire::start(&name, disk.clone(), &wanted.at, &self.directory)?;
+        Ok(place.insert(Attached { disk, codec, wire }).state(&name))
+    }
+
+    fn list(&self) -> Vec<DiskState> {
+        self.lock().iter().map(|(name, attached)| attached.state(name)).collect()
+    }
+
+    fn change(&self, change: &Change) -> anyhow::Result<DiskState> {
+        self.with(&change.name, |attached| {
+            let codec = change.codec.as_deref().map(str::parse::<Codec>).transpose()?;
+            if let Some(codec) = codec {
+                attached.disk.pool().set_codec(codec.of_store())?;
+                attached.codec = codec;
+            }
+            if let Some(limit_bytes) = change.limit_bytes {
+                attached.disk.pool().set_limit_bytes(limit_bytes);
+            }
+            if let Some(size_bytes) = change.size_bytes {
+                attached.disk.resize(size_bytes)?;
+                attached.wire.resized()?;
+            }
+            Ok(attached.state(&change.name))
+        })
+    }
+
+    fn remove(&self, name: &str) -> anyhow::Result<()> {
+        let mut disks = self.lock();
+        let attached = disks.remove(name).ok_or_else(|| no_such_disk(name))?;
+        attached.wire.end().map_err(|not| {
+            disks.insert(name.to_owned(), Attached { wire: not.wire, ..attached });
+            not.why.context(format!("disk {name} cannot be ended"))
+        })
+    }
+
+    fn with<T>(&self, name: &str, work: impl FnOnce(&mut Attached) -> anyhow::Result<T>) -> anyhow::Result<T> {
+        work(self.lock().get_mut(name).ok_or_else(|| no_such_disk(name))?)
+    }
+}
+
+impl Served for Disks {
+    fn serve(&self, request: Request) -> Reply {
+        let one = |state| Reply::Disk(Box::new(state));
+        let reply = match request {
+            Request::Create(wanted) => self.create(&wanted).context("no disk was made").map(one),
+            Request::List => Ok(Reply::Disks(self.list())),
+            Request::Show { name } => self.with(&name, |attached| Ok(one(attached.state(&name)))),
+            Request::Change(change) => self.change(&change).map(one),
+            Request::Reset { name } => self.with(&name, |attached| {
+                attached.disk.reset();
+                Ok(Reply::Done)
+            }),
+            Request::Remove { name } => self.remove(&name).map(|()| Reply::Done),
+        };
+        reply.unwrap_or_else(|error| Reply::Failed { why: format!("{error:#}") })
+    }
+}
+
+impl Attached {
+    fn state(&self, name: &str) -> DiskState {
+        let stats = self.disk.stats();
+        let latency = self.disk.pool().latency();
+        DiskState {
+            name: name.to_owned(),
+            at: self.wire.at(),
+            codec: self.codec.to_string(),
+            stats: TABLE.iter().map(|stat| (stat.name.to_owned(), (stat.value)(&stats))).collect(),
+            latency: Latencies { reads: durations(&latency.reads), writes: durations(&latency.writes) },
+        }
+    }
+}
+
+fn durations(of: &LatencySnapshot) -> Durations {
+    let &LatencySnapshot { count, min_ns, max_ns, sum_ns, average_ns, p50_ns, p99_ns, .. } = of;
+    Durations { count, min_ns, avg_ns: average_ns, p50_ns, p99_ns, max_ns, sum_ns }
+}
+
+/// A name goes into paths and URIs.
+fn checked_name(name: &str) -> anyhow::Result<&str> {
+    let fits = (1..=NAME_BYTES_MAX).contains(&name.len())
+        && name.starts_with(|first: char| first.is_ascii_alphanumeric())
+        && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_".contains(c));
+    if !fits {
+        bail!("`{name}` is no name for a disk: up to {NAME_BYTES_MAX} letters, digits, `-` and `_`, the first no sign");
+    }
+    Ok(name)
+}
+
+fn no_such_disk(name: &str) -> anyhow::Error {
+    anyhow!("there is no disk called {name}; `compcache disk list` shows which there are")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_cannot_leave_its_directory() {
+        for name in ["a", "Disk-1_b", "0"] {
+            assert_eq!(checked_name(name).unwrap(), name);
+        }
+        let long = "a".repeat(NAME_BYTES_MAX + 1);
+        for name in ["", ".", "..", "a/b", "../a", "-a", "_a", "a b", "a?b", "ä", "a\0", &long] {
+            assert!(checked_name(name).is_err(), "{name}");
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! What serves a disk to its users, whichever transport it is.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use compcache_block::Disk;
+use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, FuseLoopOptions};
+use compcache_block::nbd::{Export, Listen, NbdServer};
+
+use crate::control::At;
+
+/// How long requests in flight have when a disk is ended.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// A disk's transport, at work.
+pub enum Wire {
+    /// NBD, and the URI where clients find it.
+    Nbd { server: NbdServer, uri: String },
+    /// A loop device over FUSE.
+    Loop(FuseLoop),
+}
+
+/// A transport that goes on, and why.
+pub struct NotEnded {
+    pub wire: Wire,
+    pub why: anyhow::Error,
+}
+
+impl Wire {
+    /// Serves `disk`. `directory` is for sockets that nobody named.
+    pub fn start(name: &str, disk: Arc<Disk>, at: &At, directory: &Path) -> anyhow::Result<Self> {
+        let beside_us = || directory.join(format!("{name}.nbd"));
+        let listen = match at {
+            At::Loop => return Ok(Wire::Loop(FuseLoop::serve(disk, &FuseLoopOptions::default())?)),
+            At::Auto => match FuseLoop::serve(disk.clone(), &FuseLoopOptions::default()) {
+                Ok(served) => return Ok(Wire::Loop(served)),
+                // Not here, or not for us.
+                Err(FuseLoopError::NotPrivileged | FuseLoopError::NodeMissing { .. }) => Listen::Unix(beside_us()),
+                Err(error) => return Err(error.into()),
+            },
+            At::NbdUnix(path) => Listen::Unix(path.clone().unwrap_or_else(beside_us)),
+            At::NbdTcp(address) if address.ip().is_loopback() && address.is_ipv4() => Listen::Loopback(address.port()),
+            At::NbdTcp(address) => Listen::Anyone(*address),
+        };
+        let export = Export { name: name.to_owned(), device: disk, read_only: false };
+        let server = NbdServer::start(&listen, vec![export]).with_context(|| match &listen {
+            Listen::Unix(path) => format!("at {}", path.display()),
+            Listen::Loopback(port) => format!("at port {port}"),
+            Listen::Anyone(address) => format!("at {address}"),
+        })?;
+        let uri = match (&listen, server.tcp_address()) {
+            (Listen::Unix(path), _) => format!("nbd+unix:///{name}?socket={}", escaped(path)),
+            (_, Some(address)) => format!("nbd://{address}/{name}"),
+            (_, None) => unreachable!("TCP has an address"),
+        };
+        Ok(Wire::Nbd { server, uri })
+    }
+
+    /// Where its users find it.
+    pub fn at(&self) -> String {
+        match self {
+            Wire::Nbd { uri, .. } => uri.clone(),
+            Wire::Loop(served) => served.path().display().to_string(),
+        }
+    }
+
+    /// The disk has another size now.
+    pub fn resized(&self) -> anyhow::Result<()> {
+        match self {
+            // Clients hear of it when they connect again: the protocol has no message for it.
+            Wire::Nbd { .. } => Ok(()),
+            Wire::Loop(served) => Ok(served.resized()?),
+        }
+    }
+
+    /// Ends it, with what is in flight answered.
+    ///
+    /// # Errors
+    /// The disk is in use by the machine itself; it goes on as before.
+    pub fn end(self) -> Result<(), Box<NotEnded>> {
+        match self {
+            Wire::Nbd { server, .. } => {
+                server.stop(GRACE);
+                Ok(())
+            }
+            Wire::Loop(served) => {
+                served.remove().map_err(|not| Box::new(NotEnded { wire: Wire::Loop(not.disk), why: not.error.into() }))
+            }
+        }
+    }
+}
+
+/// A path as part of a URI.
+fn escaped(path: &Path) -> String {
+    path.as_os_str().as_encoded_bytes().iter().fold(String::new(), |uri, &byte| match byte {
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'/' | b'.' | b'-' | b'_' | b'~' => {
+            uri + &char::from(byte).to_string()
+        }
+        _ => uri + &format!("%{byte:02X}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_in_a_uri_has_no_signs_that_mean_something_there() {
+        assert_eq!(escaped(Path::new("/run/a-b_1/c.nbd")), "/run/a-b_1/c.nbd");
+        assert_eq!(escaped(Path::new("/a b?c&d%ä")), "/a%20b%3Fc%26d%25%C3%A4");
+    }
+}

@@ -1,0 +1,464 @@
+//! The server and its disks as a person meets them: made, listed, used, changed, ended, and every way to get it wrong.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use compcache_testkit::features::{Feature, requires};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::support::{compcache, scratch};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A server of this test's own; killed at the end if it has not ended by then.
+struct Server {
+    child: Child,
+    said: BufReader<ChildStderr>,
+    directory: TempDir,
+}
+
+impl Server {
+    fn start(arguments: &[&str]) -> Server {
+        Server::start_in(scratch(), arguments)
+    }
+
+    fn start_in(directory: TempDir, arguments: &[&str]) -> Server {
+        let mut child = Command::new(compcache())
+            .args(["serve", "--socket"])
+            .arg(directory.path().join("control"))
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("compcache can be started");
+        let said = BufReader::new(child.stderr.take().expect("it is piped"));
+        let mut server = Server { child, said, directory };
+        // It may speak first of what a dead one has left.
+        let mut text = String::new();
+        while !text.contains("serving at") {
+            assert!(server.said.read_line(&mut text).expect("it says text") > 0, "it ended: {text}");
+        }
+        server
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.directory.path().join("control")
+    }
+
+    fn asked(&self, arguments: &[&str]) -> Output {
+        ask(&self.socket(), arguments)
+    }
+
+    /// What a command prints, which must succeed.
+    #[track_caller]
+    fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.asked(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", said(&output));
+        String::from_utf8(output.stdout).expect("text")
+    }
+
+    /// A command must fail, with nothing on its standard output, and say all these words.
+    #[track_caller]
+    fn refuses(&self, arguments: &[&str], words: &[&str]) {
+        let output = self.asked(arguments);
+        assert!(!output.status.success(), "{arguments:?} succeeded");
+        assert!(output.stdout.is_empty(), "{arguments:?} printed on standard output");
+        for word in words {
+            assert!(said(&output).contains(word), "{arguments:?} does not say {word:?}: {}", said(&output));
+        }
+    }
+
+    #[track_caller]
+    fn stat(&self, disk: &str, name: &str) -> u64 {
+        let state: Value = serde_json::from_str(&self.ok(&["disk", "show", "--json", disk])).expect("JSON");
+        state["stats"][name].as_u64().unwrap_or_else(|| panic!("no {name} in {state}"))
+    }
+
+    fn signal(&self, name: &str) {
+        let pid = self.child.id().to_string();
+        assert!(Command::new("kill").args([name, &pid]).status().expect("kill runs").success());
+    }
+
+    /// Waits for its end; what it said meanwhile.
+    fn ended(mut self) -> (std::process::ExitStatus, String, TempDir) {
+        let until = Instant::now() + PATIENCE;
+        let status = loop {
+            if let Some(status) = self.child.try_wait().expect("it is our child") {
+                break status;
+            }
+            assert!(Instant::now() < until, "the server does not end");
+            thread::sleep(Duration::from_millis(10));
+        };
+        let mut text = String::new();
+        self.said.read_to_string(&mut text).expect("text");
+        let directory = std::mem::replace(&mut self.directory, scratch());
+        (status, text, directory)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Asked first, so that it takes its devices along.
+        let _ = Command::new("kill").arg(self.child.id().to_string()).stderr(Stdio::null()).status();
+        let until = Instant::now() + Duration::from_secs(5);
+        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn ask(socket: &Path, arguments: &[&str]) -> Output {
+    Command::new(compcache())
+        .args(arguments)
+        .env("COMPCACHE_SOCKET", socket)
+        .output()
+        .expect("compcache can be started")
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// 8 MiB that compress as memory does: words that differ a little from each other, and stretches of zeroes.
+fn contents(path: &Path) -> Vec<u8> {
+    let mut random = fastrand::Rng::with_seed(3);
+    let mut bytes = Vec::with_capacity(8 << 20);
+    while bytes.len() < 8 << 20 {
+        match bytes.len() / 4096 % 4 {
+            0 => bytes.resize(bytes.len() + 4096, 0),
+            _ => (0..512).for_each(|_| bytes.extend_from_slice(&(0x5500_0000 + random.u64(..64)).to_le_bytes())),
+        }
+    }
+    fs::write(path, &bytes).expect("the scratch directory can be written to");
+    bytes
+}
+
+fn nbdcopy(from: &str, to: &str) {
+    let output = Command::new("nbdcopy").args(["--", from, to]).output().expect("nbdcopy runs");
+    assert!(output.status.success(), "nbdcopy {from} {to}: {}", said(&output));
+}
+
+#[test]
+fn what_is_copied_to_a_disk_is_copied_back_compressed_meanwhile() {
+    if !requires(&[Feature::Program("nbdcopy")]) {
+        return;
+    }
+    let server = Server::start(&[]);
+    let at = server.ok(&["disk", "create", "--name", "d", "--size", "8M", "--transport", "nbd"]);
+    let path = |name: &str| server.directory.path().join(name).display().to_string();
+    let written = contents(Path::new(&path("in")));
+    nbdcopy(&path("in"), at.trim());
+    nbdcopy(at.trim(), &path("out"));
+    assert!(fs::read(path("out")).expect("nbdcopy wrote it") == written, "other bytes came back");
+    let (data, used) = (server.stat("d", "orig_data_size"), server.stat("d", "mem_used_total"));
+    assert!(data >= 6 << 20 && used < data / 2, "{data} bytes in {used}");
+
+    let list = server.ok(&["list"]);
+    assert!(list.lines().nth(1).is_some_and(|line| line.starts_with("d ") && line.ends_with(at.trim())), "{list}");
+    let ramzswap = server.ok(&["show", "--ramzswap", "d"]);
+    assert!(ramzswap.lines().any(|line| line.split_whitespace().eq(["DiskSize:", "8192", "kB"])), "{ramzswap}");
+    assert!(server.ok(&["disk", "show", "d"]).contains("latency"), "no latencies");
+
+    server.ok(&["disk", "reset", "d"]);
+    assert_eq!(server.stat("d", "orig_data_size"), 0);
+    server.ok(&["disk", "rm", "d"]);
+    assert_eq!(server.ok(&["disk", "list", "--json"]).trim(), "[]");
+}
+
+#[test]
+fn a_disk_changes_while_it_is_in_use() {
+    if !requires(&[Feature::Program("nbdcopy")]) {
+        return;
+    }
+    let server = Server::start(&[]);
+    let at = server.ok(&["disk", "create", "--size", "8M", "--codec", "zstd:3", "--limit", "1G", "--transport", "nbd"]);
+    let path = |name: &str| server.directory.path().join(name).display().to_string();
+    let written = contents(Path::new(&path("in")));
+    nbdcopy(&path("in"), at.trim());
+    server.ok(&["disk", "change", "disk0", "--codec", "lz4", "--limit", "2G"]);
+    server.ok(&["disk", "resize", "disk0", "16M"]);
+    assert_eq!((server.stat("disk0", "disksize"), server.stat("disk0", "mem_limit")), (16 << 20, 2 << 30));
+    assert!(server.ok(&["list"]).contains("lz4"), "the codec has not changed");
+    nbdcopy(at.trim(), &path("out"));
+    let back = fs::read(path("out")).expect("nbdcopy wrote it");
+    assert!(back.len() == 16 << 20 && back[..8 << 20] == written && back[8 << 20..].iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_with_the_reason_and_changes_nothing() {
+    let server = Server::start(&["--memory", "64M"]);
+    server.ok(&["disk", "create", "--name", "one", "--size", "1M"]);
+    let before = server.ok(&["disk", "list"]);
+    server.refuses(&["disk", "create", "--name", "one", "--size", "1M"], &["one", "already", "another name"]);
+    server.refuses(&["disk", "create", "--name", "../one", "--size", "1M"], &["no name for a disk", "letters"]);
+    server.refuses(&["disk", "create", "--size", "99999T"], &["size"]);
+    server.refuses(&["disk", "create", "--size", "1X"], &["unknown unit"]);
+    server.refuses(&["disk", "create", "--size", "1M", "--nbd-socket", "/nowhere/at/all"], &["/nowhere/at/all"]);
+    server.refuses(&["disk", "create", "--size", "1M", "--nbd-tcp", "here"], &["ADDRESS:PORT"]);
+    server.refuses(&["disk", "show", "two"], &["no disk called two", "disk list"]);
+    server.refuses(&["disk", "rm", "two"], &["no disk called two"]);
+    server.refuses(&["disk", "change", "one"], &["--limit"]);
+    server.refuses(&["disk", "change", "one", "--codec", "lzo"], &["lz4", "zstd"]);
+    server.refuses(&["disk", "resize", "one"], &["SIZE"]);
+    assert_eq!(server.ok(&["disk", "list"]), before);
+}
+
+#[test]
+fn without_a_server_every_command_says_how_to_start_one() {
+    let directory = scratch();
+    for arguments in [&["list"][..], &["disk", "create", "--size", "1M"], &["disk", "rm", "a"], &["show", "a"]] {
+        let output = ask(&directory.path().join("none"), arguments);
+        assert!(!output.status.success());
+        assert!(said(&output).contains("compcache serve"), "{}", said(&output));
+    }
+}
+
+#[test]
+fn a_second_server_at_the_same_socket_is_refused_and_the_first_goes_on() {
+    let server = Server::start(&[]);
+    let second = Command::new(compcache()).args(["serve", "--socket"]).arg(server.socket()).output().unwrap();
+    assert!(!second.status.success() && said(&second).contains("already"), "{}", said(&second));
+    server.ok(&["list"]);
+}
+
+#[test]
+fn a_killed_server_leaves_nothing_in_the_way_of_the_next() {
+    let mut server = Server::start(&[]);
+    server.ok(&["disk", "create", "--name", "d", "--size", "1M", "--transport", "nbd"]);
+    server.child.kill().expect("it is our child");
+    let (status, _, directory) = server.ended();
+    assert!(!status.success());
+    let next = Server::start_in(directory, &[]);
+    next.ok(&["disk", "create", "--name", "d", "--size", "1M", "--transport", "nbd"]);
+}
+
+#[test]
+fn a_signal_ends_the_server_and_its_sockets_are_gone() {
+    for signal in ["-TERM", "-INT"] {
+        let server = Server::start(&[]);
+        server.ok(&["disk", "create", "--name", "d", "--size", "1M", "--transport", "nbd"]);
+        assert!(server.directory.path().join("d.nbd").exists());
+        server.signal(signal);
+        let (status, text, directory) = server.ended();
+        assert!(status.success(), "{text}");
+        let left: Vec<_> = fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["control.lock"], "left behind");
+    }
+}
+
+#[test]
+fn tcp_is_this_machines_own_unless_an_address_is_given() {
+    let server = Server::start(&[]);
+    let at = server.ok(&["disk", "create", "--size", "1M", "--nbd-tcp", "0"]);
+    assert!(at.starts_with("nbd://127.0.0.1:"), "{at}");
+    if requires(&[Feature::Program("nbdinfo")]) {
+        let info = Command::new("nbdinfo").args(["--size", at.trim()]).output().expect("nbdinfo runs");
+        assert_eq!(String::from_utf8_lossy(&info.stdout).trim(), (1 << 20).to_string(), "{}", said(&info));
+    }
+}
+
+#[test]
+fn rubbish_at_the_control_socket_is_answered_or_hung_up_on_and_the_server_goes_on() {
+    let server = Server::start(&[]);
+    for (line, answer) in [
+        ("hello\n", "JSON"),
+        ("{\"version\":9,\"do\":\"list\"}\n", "version 9"),
+        ("{\"version\":1,\"do\":\"dance\"}\n", "failed"),
+        ("{\"version\":1,\"do\":\"list\"}\n", "disks"),
+    ] {
+        let mut stream = UnixStream::connect(server.socket()).expect("it listens");
+        stream.write_all(line.as_bytes()).expect("it reads");
+        let mut reply = String::new();
+        BufReader::new(&stream).read_line(&mut reply).expect("it answers");
+        assert!(reply.contains(answer), "{line:?} was answered {reply:?}");
+    }
+    // A line without an end is not waited for for ever, nor kept.
+    let mut stream = UnixStream::connect(server.socket()).expect("it listens");
+    let endless = stream.write_all(&vec![b'x'; 2 << 20]);
+    let mut reply = Vec::new();
+    let hung_up = stream.read_to_end(&mut reply);
+    assert!(endless.is_err() || hung_up.is_err() || reply.is_empty());
+    server.ok(&["list"]);
+}
+
+#[test]
+fn another_user_may_not_ask() {
+    if !requires(&[Feature::Root, Feature::Program("setpriv")]) {
+        return;
+    }
+    // Where anybody may go; so it is not a mode that keeps them out, only who asks.
+    let open_to_all = tempfile::tempdir().expect("a directory for temporary files");
+    let binary = open_to_all.path().join("compcache");
+    fs::copy(compcache(), &binary).expect("there is room for a copy");
+    let server = Server::start_in(open_to_all, &[]);
+    for path in [server.directory.path(), &binary, &server.socket()] {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o777)).expect("it is ours");
+    }
+    let list = |user: &str| {
+        let (user, group) = (format!("--reuid={user}"), format!("--regid={user}"));
+        let mut command = Command::new("setpriv");
+        command.args([&user, &group, "--clear-groups", "--"]).arg(&binary).args(["list", "--socket"]);
+        command.arg(server.socket()).output().expect("setpriv runs")
+    };
+    let nobody = list("65534");
+    assert!(!nobody.status.success() && said(&nobody).contains("only the user it runs as"), "{}", said(&nobody));
+    assert!(list("0").status.success());
+}
+
+#[test]
+fn a_full_disk_refuses_what_is_too_much_and_keeps_what_it_has() {
+    if !requires(&[Feature::Program("qemu-io")]) {
+        return;
+    }
+    let server = Server::start(&[]);
+    let at = server.ok(&["disk", "create", "--name", "small", "--size", "64M", "--limit", "2M", "--transport", "nbd"]);
+    let qemu_io = |command: &str| {
+        Command::new("qemu-io").args(["-f", "raw", "-c", command, at.trim()]).output().expect("qemu-io runs")
+    };
+    assert!(qemu_io("write -P 7 0 64k").status.success());
+    let random = server.directory.path().join("random");
+    let mut bytes = vec![0; 8 << 20];
+    fastrand::Rng::with_seed(1).fill(&mut bytes);
+    fs::write(&random, bytes).unwrap();
+    let full = qemu_io(&format!("write -s {} 1M 8M", random.display()));
+    let text = format!("{}{}", said(&full), String::from_utf8_lossy(&full.stdout));
+    assert!(text.contains("No space left"), "{text}");
+    let back = qemu_io("read -P 7 0 64k");
+    assert!(!String::from_utf8_lossy(&back.stdout).contains("verification failed"), "what was stored has changed");
+    assert!(server.stat("small", "mem_used_total") <= 2 << 20);
+    assert!(server.stat("small", "failed_writes") > 0);
+}
+
+#[test]
+fn a_service_manager_hands_its_socket_over_and_hears_when_the_server_is_ready() {
+    let directory = scratch();
+    let (control, notify) = (directory.path().join("control"), directory.path().join("notify"));
+    let listener = UnixListener::bind(&control).expect("the directory can be written to");
+    let manager = UnixDatagram::bind(&notify).expect("the directory can be written to");
+    manager.set_read_timeout(Some(PATIENCE)).expect("a timeout can be set");
+    // As systemd does it: the socket is descriptor 3, and the variables name the process that is meant.
+    let mut child = Command::new("sh")
+        .args(["-c", "exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" serve"])
+        .arg(compcache())
+        .env("NOTIFY_SOCKET", &notify)
+        .env("COMPCACHE_SOCKET", &control)
+        .stdin(Stdio::from(OwnedFd::from(listener)))
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("sh runs");
+    let mut heard = [0; 256];
+    let length = manager.recv(&mut heard).expect("the server says that it is ready");
+    assert_eq!(&heard[..length], b"READY=1\n");
+    assert!(ask(&control, &["list"]).status.success());
+    child.kill().expect("it is our child");
+    child.wait().expect("it is our child");
+    assert!(control.exists(), "the socket is the service manager's");
+}
+
+/// Unmounts when it goes out of scope, also when a test fails.
+struct Mounted(PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-q").arg(&self.0).status();
+    }
+}
+
+/// The file a loop device lies on, if it is in use.
+fn backing_file(device: &str) -> Option<String> {
+    let name = device.trim().strip_prefix("/dev/")?;
+    fs::read_to_string(format!("/sys/block/{name}/loop/backing_file")).ok()
+}
+
+const BLOCK_DEVICE: [Feature; 4] = [Feature::Root, Feature::Fuse, Feature::Loop, Feature::Program("mkfs.ext4")];
+
+#[test]
+fn a_file_system_on_a_disk_holds_a_tree_and_the_disk_stays_while_it_is_mounted() {
+    if !requires(&BLOCK_DEVICE) {
+        return;
+    }
+    let server = Server::start(&[]);
+    let mounted = Mounted(server.directory.path().join("mnt"));
+    let at = mounted.0.display().to_string();
+    fs::create_dir(&mounted.0).unwrap();
+    let device = server.ok(&["disk", "create", "--name", "fs", "--size", "256M", "--mkfs", "ext4", "--mount", &at]);
+    assert!(device.starts_with("/dev/loop"), "{device}");
+    let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/src");
+    let run = |program: &str, arguments: &[&str]| {
+        let output =
+            Command::new(program).args(arguments).output().unwrap_or_else(|error| panic!("{program}: {error}"));
+        assert!(output.status.success(), "{program}: {}{}", said(&output), String::from_utf8_lossy(&output.stdout));
+    };
+    let copy = format!("{at}/copy");
+    run("cp", &["-r", sources, &copy]);
+    run("sync", &["-f", &copy]);
+    assert!(server.stat("fs", "orig_data_size") > 0);
+    assert!(server.ok(&["list"]).lines().any(|line| line.starts_with("fs ") && line.contains(&at)));
+
+    server.refuses(&["disk", "rm", "fs"], &["mounted on", &at, "unmount"]);
+    server.signal("-TERM");
+    run("umount", &[&at]);
+    // From the disk this time, not from the page cache.
+    run("mount", &[device.trim(), &at]);
+    run("diff", &["-r", sources, &copy]);
+    run("umount", &[&at]);
+    run("fsck.ext4", &["-fn", device.trim()]);
+    server.ok(&["disk", "rm", "fs"]);
+    assert_eq!(backing_file(&device), None, "the loop device is left behind");
+}
+
+#[test]
+fn what_cannot_become_a_file_system_leaves_no_disk() {
+    if !requires(&BLOCK_DEVICE) {
+        return;
+    }
+    let server = Server::start(&[]);
+    server.refuses(&["disk", "create", "--size", "8M", "--mkfs", "nonesuch"], &["mkfs.nonesuch"]);
+    server
+        .refuses(&["disk", "create", "--size", "8M", "--mkfs", "ext4", "--mount", "/nowhere"], &["mount", "/nowhere"]);
+    server.refuses(&["disk", "create", "--size", "8M", "--transport", "nbd", "--mkfs", "ext4"], &["block device"]);
+    server.refuses(&["disk", "create", "--size", "8M", "--mount", "/mnt"], &["--mkfs"]);
+    assert_eq!(server.ok(&["disk", "list", "--json"]).trim(), "[]");
+}
+
+#[test]
+fn a_loop_device_of_a_killed_server_is_removed_by_the_next() {
+    if !requires(&BLOCK_DEVICE) {
+        return;
+    }
+    let mut server = Server::start(&[]);
+    let device = server.ok(&["disk", "create", "--size", "8M", "--transport", "loop"]);
+    let before = backing_file(&device).expect("it is in use");
+    server.child.kill().expect("it is our child");
+    let (_, _, directory) = server.ended();
+    let _next = Server::start_in(directory, &[]);
+    // Another test may have the device by now.
+    assert_ne!(backing_file(&device), Some(before), "the dead server's loop device is left");
+}
+
+#[test]
+fn a_loop_device_grows_while_it_is_in_use() {
+    if !requires(&BLOCK_DEVICE) {
+        return;
+    }
+    let server = Server::start(&[]);
+    let device = server.ok(&["disk", "create", "--name", "g", "--size", "8M", "--transport", "loop"]);
+    let held = fs::File::open(device.trim()).expect("root may open it");
+    server.ok(&["disk", "resize", "g", "24M"]);
+    let name = device.trim().trim_start_matches("/dev/");
+    let sectors = fs::read_to_string(format!("/sys/block/{name}/size")).expect("it is a block device");
+    assert_eq!(sectors.trim().parse(), Ok((24u64 << 20) / 512));
+    server.refuses(&["disk", "rm", "g"], &["in use"]);
+    drop(held);
+    server.ok(&["disk", "rm", "g"]);
+}
