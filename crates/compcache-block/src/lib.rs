@@ -45,7 +45,7 @@
 //!
 //! 1. a server's list of connections
 //! 2. a connection's queue of waiting requests; a connection's writing side. Neither is held when the other is taken, and
-//!    none is held when a device is asked. A [`FuseLoop`]'s queue of waiting requests likewise
+//!    none is held when a device is asked. A [`fuse_loop::FuseLoop`]'s queue of waiting requests likewise
 //! 3. a [`Disk`]'s turn to change its size
 //! 4. a [`Disk`]'s stripes of blocks: one of them, or all by their numbers; a [`Checked`]'s memory in its place
 //! 5. what is inside the store

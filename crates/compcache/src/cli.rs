@@ -144,8 +144,7 @@ pub enum DiskCommand {
     Change(ChangeArgs),
     /// Forget all that a disk holds; its size stays
     Reset(NameArgs),
-    /// End a disk; what it holds is gone
-    Rm(NameArgs),
+    Rm(RmArgs),
 }
 
 /// Make a disk, and print where it is found
@@ -165,7 +164,7 @@ pub struct CreateArgs {
     #[arg(long, value_name = "SIZE")]
     pub size: Size,
 
-    /// Limit on the memory it takes; what goes beyond is refused (ENOSPC) [default: the server's]
+    /// Limit on the memory it takes; what goes beyond is refused (ENOSPC). 0 is none but the server's [default: 0]
     #[arg(long, value_name = "SIZE")]
     pub limit: Option<Size>,
 
@@ -252,13 +251,26 @@ pub struct ChangeArgs {
     /// Which disk
     pub name: String,
 
-    /// Its new limit. Below what it takes already, writes are refused until enough was discarded; nothing is lost
+    /// Its new limit, 0 for none. Below what it takes already, writes are refused until enough was discarded; nothing is lost
     #[arg(long, value_name = "SIZE")]
     pub limit: Option<Size>,
 
     /// What it compresses from now on with; what it holds stays as it is
     #[arg(long, value_name = "CODEC")]
     pub codec: Option<Codec>,
+}
+
+/// End a disk; what it holds is gone
+///
+/// Refused while it is in use: mounted, used as swap, opened, or with NBD clients connected.
+#[derive(Args)]
+pub struct RmArgs {
+    #[command(flatten)]
+    pub disk: NameArgs,
+
+    /// Also if NBD clients are connected
+    #[arg(long)]
+    pub force: bool,
 }
 
 /// A disk by its name.

@@ -43,8 +43,12 @@ pub enum Request {
     Change(Change),
     /// Forget all that a disk holds.
     Reset { name: String },
-    /// End a disk; what it holds is gone.
-    Remove { name: String },
+    /// End a disk; what it holds is gone. With `force` also if NBD clients are connected.
+    Remove {
+        name: String,
+        #[serde(default)]
+        force: bool,
+    },
 }
 
 /// A disk to be made.

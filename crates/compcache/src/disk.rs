@@ -15,6 +15,7 @@ use crate::cli::{
 use crate::control::{At, Change, Create, DiskState, Reply, Request, ask, default_socket};
 use crate::kernel::ram_bytes;
 use crate::run::{STATUS_FAILED, say};
+use crate::size::Size;
 
 /// Does what was asked of a disk.
 pub fn disk(command: DiskCommand) -> ExitCode {
@@ -25,7 +26,7 @@ pub fn disk(command: DiskCommand) -> ExitCode {
         DiskCommand::Resize(args) => ended(resize(&args)),
         DiskCommand::Change(args) => ended(change(&args)),
         DiskCommand::Reset(args) => ended(plain(&args, |name| Request::Reset { name })),
-        DiskCommand::Rm(args) => ended(plain(&args, |name| Request::Remove { name })),
+        DiskCommand::Rm(args) => ended(plain(&args.disk, |name| Request::Remove { name, force: args.force })),
     }
 }
 
@@ -59,7 +60,7 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
         name: args.name,
         size_bytes: whole_blocks(args.size.bytes(ram_bytes)),
         codec: args.codec.to_string(),
-        limit_bytes: args.limit.map(|limit| limit.bytes(ram_bytes)),
+        limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes)),
         at,
     };
     let disk = one_disk(&args.server, Request::Create(wanted))?;
@@ -67,7 +68,7 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
         && let Err(error) = file_system(&disk.at, kind, args.mount.as_deref())
     {
         // What was asked for is a disk with a file system: there shall not be one without.
-        ask(&server(&args.server)?, Request::Remove { name: disk.name })?;
+        ask(&server(&args.server)?, Request::Remove { name: disk.name, force: true })?;
         return Err(error);
     }
     Ok(disk.at + "\n")
@@ -107,7 +108,7 @@ fn resize(args: &ResizeArgs) -> anyhow::Result<String> {
 fn change(args: &ChangeArgs) -> anyhow::Result<String> {
     let change = Change {
         name: args.name.clone(),
-        limit_bytes: args.limit.map(|limit| limit.bytes(ram_bytes())),
+        limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes())),
         codec: args.codec.map(|codec| codec.to_string()),
         ..Change::default()
     };
@@ -141,9 +142,21 @@ fn whole_blocks(bytes: u64) -> u64 {
     bytes.next_multiple_of(4096)
 }
 
-/// The server's working directory is not ours.
+/// Zero is no limit, as it is for zram.
+fn limit_bytes(limit: Size, ram_bytes: u64) -> u64 {
+    match limit.bytes(ram_bytes) {
+        0 => u64::MAX,
+        bytes => bytes,
+    }
+}
+
+/// The server's working directory is not ours; and what it is told must be text.
 fn absolute(path: PathBuf) -> anyhow::Result<PathBuf> {
-    Ok(std::path::absolute(path)?)
+    let path = std::path::absolute(path)?;
+    if path.to_str().is_none() {
+        bail!("{} is not text (UTF-8); name another path", path.display());
+    }
+    Ok(path)
 }
 
 fn json<T: serde::Serialize>(value: &T) -> String {

@@ -20,6 +20,7 @@ use super::{LINE_BYTES_MAX, Reply, Request, from_line, to_line};
 /// Who has connected must ask within this time, and take the answer: nobody keeps a thread for ever.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+const BETWEEN_TRIES: Duration = Duration::from_millis(50);
 const NOT_YOURS: &str = "this server answers only the user it runs as, and root; run this as that user";
 
 /// Carries out what is asked.
@@ -93,7 +94,12 @@ impl Control {
         thread::Builder::new()
             .name("control".into())
             .spawn(move || {
-                for stream in listener.incoming().flatten() {
+                loop {
+                    let Ok((stream, _)) = listener.accept() else {
+                        // Out of descriptors, most likely: some are given back as others end.
+                        thread::sleep(BETWEEN_TRIES);
+                        continue;
+                    };
                     let served = served.clone();
                     // Without a thread to answer on, who asked is told by the connection's end.
                     let _ = thread::Builder::new().name("ask".into()).spawn(move || converse(&stream, &*served));

@@ -20,7 +20,14 @@ pub struct Disks {
     store: Arc<Store>,
     /// Where the sockets of disks are made that ask for no other place.
     directory: PathBuf,
-    disks: Mutex<BTreeMap<String, Attached>>,
+    disks: Mutex<Named>,
+}
+
+#[derive(Default)]
+struct Named {
+    by_name: BTreeMap<String, Attached>,
+    /// The server is at its end: a disk made now would be left behind.
+    ending: bool,
 }
 
 /// A disk and what serves it.
@@ -36,29 +43,37 @@ impl Disks {
         Self { store, directory, disks: Mutex::default() }
     }
 
-    /// Ends every disk.
+    /// Ends every disk, and lets no more be made.
     ///
     /// # Errors
-    /// Some are in use; they stay.
+    /// Some are in use; they stay, and the server goes on.
     pub fn remove_all(&self) -> anyhow::Result<()> {
         let mut disks = self.lock();
         let mut kept = Ok(());
-        for (name, attached) in std::mem::take(&mut *disks) {
-            if let Err(not) = attached.wire.end() {
+        for (name, attached) in std::mem::take(&mut disks.by_name) {
+            if let Err(not) = attached.wire.end(false) {
                 kept = Err(not.why.context(format!("disk {name} cannot be ended")));
-                disks.insert(name, Attached { wire: not.wire, ..attached });
+                disks.by_name.insert(name, Attached { wire: not.wire, ..attached });
             }
         }
+        disks.ending = kept.is_ok();
         kept
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Attached>> {
+    fn lock(&self) -> MutexGuard<'_, Named> {
         self.disks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn create(&self, wanted: &Create) -> anyhow::Result<DiskState> {
         let codec: Codec = wanted.codec.parse()?;
+        if wanted.size_bytes == 0 {
+            bail!("a disk of no size is none; --size 1G, for instance");
+        }
         let mut disks = self.lock();
+        if disks.ending {
+            bail!("the server is ending");
+        }
+        let disks = &mut disks.by_name;
         let name = match &wanted.name {
             Some(name) => checked_name(name)?.to_owned(),
             None => (0..).map(|nth| format!("disk{nth}")).find(|name| !disks.contains_key(name)).expect("endless"),
@@ -74,7 +89,7 @@ impl Disks {
     }
 
     fn list(&self) -> Vec<DiskState> {
-        self.lock().iter().map(|(name, attached)| attached.state(name)).collect()
+        self.lock().by_name.iter().map(|(name, attached)| attached.state(name)).collect()
     }
 
     fn change(&self, change: &Change) -> anyhow::Result<DiskState> {
@@ -95,17 +110,17 @@ impl Disks {
         })
     }
 
-    fn remove(&self, name: &str) -> anyhow::Result<()> {
+    fn remove(&self, name: &str, force: bool) -> anyhow::Result<()> {
         let mut disks = self.lock();
-        let attached = disks.remove(name).ok_or_else(|| no_such_disk(name))?;
-        attached.wire.end().map_err(|not| {
-            disks.insert(name.to_owned(), Attached { wire: not.wire, ..attached });
+        let attached = disks.by_name.remove(name).ok_or_else(|| no_such_disk(name))?;
+        attached.wire.end(force).map_err(|not| {
+            disks.by_name.insert(name.to_owned(), Attached { wire: not.wire, ..attached });
             not.why.context(format!("disk {name} cannot be ended"))
         })
     }
 
     fn with<T>(&self, name: &str, work: impl FnOnce(&mut Attached) -> anyhow::Result<T>) -> anyhow::Result<T> {
-        work(self.lock().get_mut(name).ok_or_else(|| no_such_disk(name))?)
+        work(self.lock().by_name.get_mut(name).ok_or_else(|| no_such_disk(name))?)
     }
 }
 
@@ -121,7 +136,7 @@ impl Served for Disks {
                 attached.disk.reset();
                 Ok(Reply::Done)
             }),
-            Request::Remove { name } => self.remove(&name).map(|()| Reply::Done),
+            Request::Remove { name, force } => self.remove(&name, force).map(|()| Reply::Done),
         };
         reply.unwrap_or_else(|error| Reply::Failed { why: format!("{error:#}") })
     }

@@ -2,9 +2,10 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use compcache_block::Disk;
 use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, FuseLoopOptions};
 use compcache_block::nbd::{Export, Listen, NbdServer};
@@ -13,6 +14,8 @@ use crate::control::At;
 
 /// How long requests in flight have when a disk is ended.
 const GRACE: Duration = Duration::from_secs(5);
+/// How long a client that has gone may count as connected.
+const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// A disk's transport, at work.
 pub enum Wire {
@@ -75,13 +78,25 @@ impl Wire {
         }
     }
 
-    /// Ends it, with what is in flight answered.
+    /// Ends it, with what is in flight answered; with `force` also if clients are connected, but never what is mounted.
     ///
     /// # Errors
-    /// The disk is in use by the machine itself; it goes on as before.
-    pub fn end(self) -> Result<(), Box<NotEnded>> {
+    /// The disk is in use; it goes on as before.
+    pub fn end(self, force: bool) -> Result<(), Box<NotEnded>> {
         match self {
-            Wire::Nbd { server, .. } => {
+            Wire::Nbd { server, uri } => {
+                // One that has ended just now may take a moment to be noticed.
+                let until = Instant::now() + LAST_WORDS;
+                while !force && server.connections() > 0 {
+                    if Instant::now() > until {
+                        let why = anyhow!(
+                            "it is in use: {} NBD clients are connected; disconnect them, or use `disk rm --force`",
+                            server.connections()
+                        );
+                        return Err(Box::new(NotEnded { wire: Wire::Nbd { server, uri }, why }));
+                    }
+                    thread::sleep(Duration::from_millis(5));
+                }
                 server.stop(GRACE);
                 Ok(())
             }

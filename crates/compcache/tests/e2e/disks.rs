@@ -1,8 +1,10 @@
 //! The server and its disks as a person meets them: made, listed, used, changed, ended, and every way to get it wrong.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -202,6 +204,7 @@ fn what_makes_no_sense_is_refused_with_the_reason_and_changes_nothing() {
     server.refuses(&["disk", "create", "--name", "one", "--size", "1M"], &["one", "already", "another name"]);
     server.refuses(&["disk", "create", "--name", "../one", "--size", "1M"], &["no name for a disk", "letters"]);
     server.refuses(&["disk", "create", "--size", "99999T"], &["size"]);
+    server.refuses(&["disk", "create", "--size", "0"], &["no size"]);
     server.refuses(&["disk", "create", "--size", "1X"], &["unknown unit"]);
     server.refuses(&["disk", "create", "--size", "1M", "--nbd-socket", "/nowhere/at/all"], &["/nowhere/at/all"]);
     server.refuses(&["disk", "create", "--size", "1M", "--nbd-tcp", "here"], &["ADDRESS:PORT"]);
@@ -461,4 +464,29 @@ fn a_loop_device_grows_while_it_is_in_use() {
     server.refuses(&["disk", "rm", "g"], &["in use"]);
     drop(held);
     server.ok(&["disk", "rm", "g"]);
+}
+
+#[test]
+fn a_disk_with_clients_is_ended_by_force_alone() {
+    let server = Server::start(&[]);
+    server.ok(&["disk", "create", "--name", "d", "--size", "1M", "--transport", "nbd"]);
+    let mut client = UnixStream::connect(server.directory.path().join("d.nbd")).expect("it listens");
+    let mut greeting = [0; 18];
+    client.read_exact(&mut greeting).expect("it greets");
+    assert_eq!(&greeting[..8], b"NBDMAGIC");
+    server.refuses(&["disk", "rm", "d"], &["in use", "1 NBD client", "--force"]);
+    server.ok(&["disk", "rm", "--force", "d"]);
+    assert_eq!(client.read(&mut greeting).unwrap_or(0), 0, "the connection goes on");
+}
+
+#[test]
+fn a_path_that_is_not_text_is_refused_in_words() {
+    let server = Server::start(&[]);
+    let output = Command::new(compcache())
+        .args(["disk", "create", "--size", "1M", "--nbd-socket"])
+        .arg(OsStr::from_bytes(b"/tmp/\xff.nbd"))
+        .env("COMPCACHE_SOCKET", server.socket())
+        .output()
+        .expect("compcache can be started");
+    assert!(!output.status.success() && said(&output).contains("UTF-8"), "{}", said(&output));
 }
