@@ -181,6 +181,11 @@ impl FuseLoop {
         self.attached.as_ref().map_or(Ok(()), LoopDevice::resized)
     }
 
+    /// Who uses the loop device at this moment, if anybody does. Somebody may begin to in the next.
+    pub fn holder(&self) -> Option<Holder> {
+        self.attached.as_ref().and_then(LoopDevice::holder)
+    }
+
     /// Takes the disk away, and returns when nothing is left of it. What its users wrote was answered by the device
     /// before.
     ///

@@ -23,7 +23,8 @@
 //! | says nothing for 30 s before it is served | the connection closed                                           |
 //!
 //! Of what clients say, only lengths that were checked are believed; nothing is allocated by them. No more than
-//! [`CONNECTIONS_MAX`] are served at a time, of which each may come to hold 32 MiB, and once more if requests have waited.
+//! [`CONNECTIONS_MAX`] are served at a time, of which each may come to hold 32 MiB, and three times as much more if its largest requests
+//! have waited.
 //!
 //! # Source
 //! `doc/proto.md` of the NetworkBlockDevice/nbd project: fixed newstyle, structured replies, `base:allocation`. Extended

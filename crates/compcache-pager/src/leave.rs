@@ -64,7 +64,8 @@ impl Evictor {
                 }
             }
             buried += gone;
-            at = run.end;
+            // One that will not go does not keep those behind it.
+            at = run.start + (gone + 1).min(run.len());
         }
         if buried > 0 && matches!(channel.way, Way::Move { .. }) {
             drop_contents(pager.morgue_start, buried);

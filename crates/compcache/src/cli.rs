@@ -121,7 +121,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PATH", env = "COMPCACHE_SOCKET")]
     pub socket: Option<PathBuf>,
 
-    /// Limit on the memory that all disks take together
+    /// Limit on the memory that all disks take together (a percentage is of the memory cgroup's limit, if that is lower)
     #[arg(long, value_name = "SIZE", default_value = "50%")]
     pub memory: Size,
 }

@@ -26,7 +26,7 @@ pub use server::{Control, Served};
 
 /// The protocol spoken here.
 pub const VERSION: u32 = 1;
-/// No line is longer.
+/// No question is longer.
 const LINE_BYTES_MAX: u64 = 1 << 20;
 
 /// What a command asks for.

@@ -3,11 +3,11 @@
 mod mounts;
 mod tables;
 
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 
 use crate::cli::{
     ChangeArgs, CreateArgs, DiskCommand, ListArgs, NameArgs, ResizeArgs, ServerArgs, ShowArgs, Transport,
@@ -50,6 +50,9 @@ pub fn show(args: &ShowArgs) -> ExitCode {
 fn create(args: CreateArgs) -> anyhow::Result<String> {
     let ram_bytes = ram_bytes();
     let at = match (args.transport, args.nbd_tcp) {
+        (Transport::Loop, _) if args.nbd_tcp.is_some() || args.nbd_socket.is_some() => {
+            bail!("--transport loop makes a block device, --nbd-tcp and --nbd-socket an NBD export; choose one")
+        }
         (_, Some(address)) => At::NbdTcp(address.0),
         (_, None) if args.nbd_socket.is_some() => At::NbdUnix(args.nbd_socket.map(absolute).transpose()?),
         (Transport::Nbd, None) => At::NbdUnix(None),
@@ -68,8 +71,11 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
         && let Err(error) = file_system(&disk.at, kind, args.mount.as_deref())
     {
         // What was asked for is a disk with a file system: there shall not be one without.
-        ask(&server(&args.server)?, Request::Remove { name: disk.name, force: true })?;
-        return Err(error);
+        let removed = ask(&server(&args.server)?, Request::Remove { name: disk.name, force: true });
+        return match removed {
+            Ok(_) => Err(error),
+            Err(left) => Err(anyhow!("{error:#}; the disk stays, for {left:#}")),
+        };
     }
     Ok(disk.at + "\n")
 }
@@ -166,10 +172,13 @@ fn json<T: serde::Serialize>(value: &T) -> String {
 /// Prints what was asked for. A reader that has seen enough (`| head`) is no failure.
 fn ended(printed: anyhow::Result<String>) -> ExitCode {
     match printed {
-        Ok(text) => {
-            let _ = io::stdout().write_all(text.as_bytes());
-            ExitCode::SUCCESS
-        }
+        Ok(text) => match io::stdout().write_all(text.as_bytes()) {
+            Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+                say(&format!("compcache: cannot print: {error}\n"));
+                STATUS_FAILED.into()
+            }
+            _ => ExitCode::SUCCESS,
+        },
         Err(error) => {
             say(&format!("compcache: {error:#}\n"));
             STATUS_FAILED.into()

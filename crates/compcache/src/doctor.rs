@@ -135,8 +135,8 @@ fn disk_works() -> Way {
         .collect();
     let why = match (geteuid().is_root(), missing.is_empty()) {
         (true, true) => None,
-        (false, true) => Some("over NBD; as /dev/loopN for root only".into()),
-        (_, false) => Some(format!("over NBD alone: {}", missing.join(", "))),
+        (false, _) => Some("over NBD; as /dev/loopN for root only".into()),
+        (true, false) => Some(format!("over NBD alone: {}", missing.join(", "))),
     };
     Way { works: true, why }
 }

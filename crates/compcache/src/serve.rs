@@ -16,21 +16,22 @@
 mod disks;
 mod wire;
 
-use std::path::PathBuf;
+use std::path::{PathBuf, absolute};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use compcache_block::fuse_loop::{self, FuseLoopOptions};
 use compcache_store::{Store, StoreConfig, Worker};
 use listenfd::ListenFd;
-use rustix::process::geteuid;
+use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit};
 use sd_notify::NotifyState;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::Signals;
 
+use crate::cgroup;
 use crate::cli::ServeArgs;
 use crate::control::{Control, default_socket};
 use crate::kernel::{clock_ns, ram_bytes};
@@ -43,7 +44,10 @@ const BETWEEN_COMPACTIONS: Duration = Duration::from_millis(500);
 /// Objects moved by one step: some tens of microseconds.
 const COMPACTED_AT_ONCE: usize = 64;
 
-/// Serves until SIGTERM or SIGINT.
+/// Addresses that a store can have at most.
+const RESERVE_BYTES_MAX: u64 = 512 << 30;
+
+/// Serves until a signal asks it to end and no disk is in use.
 pub fn serve(args: &ServeArgs) -> ExitCode {
     match serve_until_told(args) {
         Ok(()) => ExitCode::SUCCESS,
@@ -56,15 +60,18 @@ pub fn serve(args: &ServeArgs) -> ExitCode {
 
 fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
     // First of all: a signal from here on ends us in order.
-    let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot wait for signals")?;
-    let socket = args.socket.clone().map_or_else(default_socket, Ok)?;
-    let limit_bytes = args.memory.bytes(ram_bytes());
-    let store = Store::new(StoreConfig { limit_bytes, ..StoreConfig::default() })
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGQUIT]).context("cannot wait for signals")?;
+    allow_many_descriptors();
+    let limit_bytes = limit_bytes(args)?;
+    // Fragments and the tails of spans take addresses, too.
+    let reserve_bytes = StoreConfig::default().reserve_bytes.max(limit_bytes.saturating_mul(2)).min(RESERVE_BYTES_MAX);
+    let store = Store::new(StoreConfig { limit_bytes, reserve_bytes, ..StoreConfig::default() })
         .context("cannot reserve addresses for the pages; is there a limit on them (ulimit -v)?")?;
     let control = match ListenFd::from_env().take_unix_listener(0).context("what was handed over is no socket")? {
-        Some(listener) => Control::inherit(listener),
-        None => Control::bind(&socket)?,
+        Some(listener) => Control::inherit(listener)?,
+        None => Control::bind(&absolute(args.socket.clone().map_or_else(default_socket, Ok)?)?)?,
     };
+    let socket = control.path().context("the socket that was handed over has no name")?;
     clean_up_after_the_dead();
     let directory = socket.parent().map_or_else(PathBuf::new, Into::into);
     let disks = Arc::new(Disks::new(store.clone(), directory));
@@ -78,14 +85,33 @@ fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
         Shown(limit_bytes)
     ));
     for _ in &mut signals {
-        let _ = sd_notify::notify(&[NotifyState::Stopping]);
         match disks.remove_all() {
-            Ok(()) => break,
+            Ok(()) => {
+                // Said before, a service manager would kill us for not ending.
+                let _ = sd_notify::notify(&[NotifyState::Stopping]);
+                break;
+            }
             // Whoever uses it would lose what it holds.
             Err(error) => say(&format!("compcache: not ending: {error:#}\n")),
         }
     }
     Ok(())
+}
+
+/// What all disks may take: no more than the memory cgroup lets anybody here.
+fn limit_bytes(args: &ServeArgs) -> anyhow::Result<u64> {
+    let here = cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes());
+    match args.memory.bytes(here) {
+        0 => bail!("--memory 0 leaves no room for any disk; write 1G, for instance, or 50%"),
+        bytes => Ok(bytes),
+    }
+}
+
+/// Each NBD client takes two descriptors, and there may be many.
+fn allow_many_descriptors() {
+    let limit = getrlimit(Resource::Nofile);
+    // If it may not be, clients are sent away earlier.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 /// A server that was killed leaves loop devices that answer with errors only, and mounts that nobody can use.

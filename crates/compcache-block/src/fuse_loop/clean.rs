@@ -56,16 +56,15 @@ fn dead_places(parent: &Path) -> io::Result<Vec<Place>> {
         Err(error) => return Err(error),
     };
     let mut dead = Vec::new();
-    for entry in fs::read_dir(parent)? {
+    for entry in fs::read_dir(fs::canonicalize(parent)?)? {
         let entry = entry?;
         if !is_name_of_place(&entry.file_name().to_string_lossy()) {
             continue;
         }
-        match Place::take_over(&entry.path()) {
-            Ok(place) => dead.extend(place),
-            // Its owner removed it just now.
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            Err(error) => return Err(error),
+        // Otherwise its owner removed it just now; or it is nothing of ours, or cannot be had now: the others are cleaned all
+        // the same.
+        if let Ok(place) = Place::take_over(&entry.path()) {
+            dead.extend(place);
         }
     }
     Ok(dead)
@@ -99,8 +98,9 @@ mod tests {
         let parent = tempfile::tempdir().unwrap();
         fs::create_dir(parent.path().join("else")).unwrap();
         fs::create_dir(parent.path().join("999999999-0")).unwrap();
+        fs::write(parent.path().join("999999999-1"), "a file").unwrap();
         let cleaned = clean(parent.path()).unwrap();
-        assert_eq!(cleaned.removed, [parent.path().join("999999999-0")]);
+        assert_eq!(cleaned.removed, [fs::canonicalize(parent.path()).unwrap().join("999999999-0")]);
         assert!(cleaned.left.is_empty() && parent.path().join("else").exists());
         assert!(clean(&parent.path().join("nowhere")).unwrap().removed.is_empty());
     }

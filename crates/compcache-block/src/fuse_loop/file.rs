@@ -116,6 +116,9 @@ impl Filesystem for OneFile {
         reply: ReplyData,
     ) {
         let length_bytes = clip(offset_bytes, length_bytes.into(), self.device.size_bytes()) as usize;
+        if length_bytes == 0 {
+            return reply.data(&[]);
+        }
         with_own(&self.device, |own| {
             let own = match own {
                 Ok(own) => own,

@@ -104,6 +104,18 @@ impl LoopDevice {
             .map_err(FuseLoopError::at(Step::Resize, &path))
     }
 
+    /// Who uses the device now: mounted it, swaps to it, or has it open.
+    pub fn holder(&self) -> Option<Holder> {
+        match OpenOptions::new().read(true).custom_flags(O_EXCL as i32).open(self.path()) {
+            Ok(claimed) => opened_by(self.number, claimed.as_raw_fd()),
+            Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
+                Some(claimed_by(self.number).or_else(|| opened_by(self.number, -1)).unwrap_or(Holder::Unknown))
+            }
+            // It cannot be looked at, so it cannot be said to be free.
+            Err(_) => Some(Holder::Unknown),
+        }
+    }
+
     /// Detaches the device unless somebody uses it, and returns when it is gone.
     ///
     /// Nobody can mount it or swap to it meanwhile: it is claimed here. Somebody who opens it at the very moment it is
@@ -113,6 +125,10 @@ impl LoopDevice {
         let in_use = |by| Err(FuseLoopError::InUse { path: path.clone(), by });
         let give_up = Instant::now() + LOOKED_AT;
         let claimed = loop {
+            // Detached by somebody else, it may be anybody's by now.
+            if !self.is_attached() {
+                return Ok(());
+            }
             match OpenOptions::new().read(true).custom_flags(O_EXCL as i32).open(&path) {
                 Ok(claimed) => break claimed,
                 Err(error) if error.raw_os_error() != Some(Errno::BUSY.raw_os_error()) => {

@@ -45,6 +45,8 @@ impl Place {
     pub fn create(parent: &Path) -> Result<Place, FuseLoopError> {
         let at = FuseLoopError::at::<io::Error>;
         DirBuilder::new().recursive(true).mode(0o700).create(parent).map_err(at(Step::Directory, parent))?;
+        // As the kernel names the file under a loop device: by that it is found again.
+        let parent = &fs::canonicalize(parent).map_err(at(Step::Directory, parent))?;
         let _order = lock_parent(parent).map_err(at(Step::Directory, parent))?;
         let mut number = 0u32;
         let directory = loop {

@@ -120,7 +120,7 @@ impl<'e> Haggling<'e, '_> {
         let Some(export) = find_export(self.exports, name) else { return Ok(Next::Part) };
         let mut answer = [0; 8 + 2 + 124];
         answer[..8].copy_from_slice(&export.device.size_bytes().to_be_bytes());
-        answer[8..10].copy_from_slice(&flags_of(export).to_be_bytes());
+        answer[8..10].copy_from_slice(&flags_of(export, self.structured).to_be_bytes());
         let length = if self.no_zeroes { 10 } else { answer.len() };
         send(self.out, &answer[..length])?;
         Ok(Next::Serve(export))
@@ -148,7 +148,7 @@ impl<'e> Haggling<'e, '_> {
         let mut answer = [0; 12];
         answer[..2].copy_from_slice(&info::EXPORT.to_be_bytes());
         answer[2..10].copy_from_slice(&export.device.size_bytes().to_be_bytes());
-        answer[10..].copy_from_slice(&flags_of(export).to_be_bytes());
+        answer[10..].copy_from_slice(&flags_of(export, self.structured).to_be_bytes());
         self.reply(option, option_reply::INFO, &answer)?;
         self.reply(option, option_reply::ACK, &[])?;
         Ok(if option == option::GO { Next::Serve(export) } else { Next::Haggle })
@@ -165,6 +165,10 @@ impl<'e> Haggling<'e, '_> {
 
     fn contexts(&mut self, option: u32, data: &[u8]) -> io::Result<()> {
         let choosing = option == option::SET_META_CONTEXT;
+        if choosing {
+            // What was chosen before is given up, however this choice ends.
+            self.context_of = None;
+        }
         let Some((name, asked)) = parse_contexts(data, choosing) else {
             return self.reply(option, option_reply::INVALID, b"the option is malformed");
         };
@@ -218,9 +222,10 @@ fn parse_contexts(data: &[u8], choosing: bool) -> Option<(&[u8], bool)> {
     parser.0.is_empty().then_some((name, asked))
 }
 
-fn flags_of(export: &Export) -> u16 {
+fn flags_of(export: &Export, structured: bool) -> u16 {
     use transmission::*;
-    let always = HAS_FLAGS | SEND_FLUSH | SEND_FUA | SEND_DF | CAN_MULTI_CONN | SEND_CACHE;
+    let always = HAS_FLAGS | SEND_FLUSH | SEND_FUA | CAN_MULTI_CONN | SEND_CACHE;
     let changing = SEND_TRIM | SEND_WRITE_ZEROES | SEND_FAST_ZERO;
-    always | if export.read_only { READ_ONLY } else { changing }
+    let whole_replies = if structured { SEND_DF } else { 0 };
+    always | whole_replies | if export.read_only { READ_ONLY } else { changing }
 }

@@ -102,6 +102,32 @@ fn a_disk_in_use_is_not_removed_and_says_by_whom() {
 }
 
 #[test]
+fn who_uses_a_disk_is_known() {
+    if !can_serve(&[]) {
+        return;
+    }
+    let Served { disk: served, parent } = Served::new(disk(MIB));
+    let path = served.path().to_owned();
+    // Whoever looks at new devices may have it open for a moment (udev).
+    let free = || {
+        (0..200).any(|_| {
+            served.holder().is_none() || {
+                std::thread::sleep(std::time::Duration::from_millis(10));
+                false
+            }
+        })
+    };
+    assert!(free(), "{:?}", served.holder());
+    let open = fs::File::open(&path).unwrap();
+    let us = std::process::id();
+    assert!(matches!(served.holder(), Some(Holder::Process { pid, .. }) if pid == us), "{:?}", served.holder());
+    drop(open);
+    assert!(free(), "{:?}", served.holder());
+    served.remove().unwrap();
+    assert_nothing_left(parent.path(), &path);
+}
+
+#[test]
 fn a_disk_that_is_dropped_while_it_is_open_is_taken_away() {
     if !can_serve(&[]) {
         return;

@@ -1,12 +1,12 @@
 //! The asking side.
 
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, anyhow, bail};
 
-use super::{LINE_BYTES_MAX, Reply, Request, from_line, to_line};
+use super::{Reply, Request, from_line, to_line};
 
 /// Asks the server at `socket`, and waits for its answer.
 ///
@@ -16,10 +16,7 @@ pub fn ask(socket: &Path, request: Request) -> anyhow::Result<Reply> {
     let stream = UnixStream::connect(socket).map_err(|error| explain(socket, error))?;
     (&stream).write_all(&to_line(request)).context("the server at the other end went away")?;
     let mut line = Vec::new();
-    BufReader::new(stream)
-        .take(LINE_BYTES_MAX)
-        .read_until(b'\n', &mut line)
-        .context("the server's answer did not come")?;
+    BufReader::new(stream).read_until(b'\n', &mut line).context("the server's answer did not come")?;
     if !line.ends_with(b"\n") {
         bail!("the server at {} hung up without an answer; did it end just now?", socket.display());
     }

@@ -1,8 +1,8 @@
 //! The answering side: a socket, and a thread for each who asks.
 
-use std::fs::{self, DirBuilder, File, Permissions};
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,14 +10,14 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::geteuid;
 
 use super::{LINE_BYTES_MAX, Reply, Request, from_line, to_line};
 
-/// Who has connected must ask within this time, and take the answer: nobody keeps a thread for ever.
+/// Who has connected must say something at least so often, and take the answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 const BETWEEN_TRIES: Duration = Duration::from_millis(50);
@@ -57,7 +57,13 @@ impl Control {
         }
         let mut path = socket.as_os_str().to_owned();
         path.push(".lock");
-        let lock = File::create(&path)
+        let lock = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .custom_flags(OFlags::NOFOLLOW.bits() as i32)
+            .open(&path)
             .with_context(|| format!("cannot write {}; name another place with --socket", path.display()))?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
@@ -67,13 +73,7 @@ impl Control {
             ),
             Err(error) => return Err(error).with_context(|| format!("cannot lock {}", path.display())),
         }
-        // Whoever had it before is dead, or the lock would be held.
-        match fs::remove_file(socket) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                return Err(error).with_context(|| format!("cannot replace {}", socket.display()));
-            }
-            _ => {}
-        }
+        remove_if_dead(socket)?;
         let listener = UnixListener::bind(socket).with_context(|| format!("cannot listen at {}", socket.display()))?;
         fs::set_permissions(socket, Permissions::from_mode(0o600))
             .with_context(|| format!("cannot keep others from {}", socket.display()))?;
@@ -81,8 +81,17 @@ impl Control {
     }
 
     /// Takes the socket that whoever started us listens at already (socket activation).
-    pub fn inherit(listener: UnixListener) -> Self {
-        Self { listener, ours: None }
+    ///
+    /// # Errors
+    /// It cannot be waited at.
+    pub fn inherit(listener: UnixListener) -> anyhow::Result<Self> {
+        listener.set_nonblocking(false).context("cannot wait at the socket that was handed over")?;
+        Ok(Self { listener, ours: None })
+    }
+
+    /// Where it listens, if that has a name.
+    pub fn path(&self) -> Option<PathBuf> {
+        self.listener.local_addr().ok()?.as_pathname().map(Path::to_owned)
     }
 
     /// Starts answering, on a thread of its own, for as long as the process lives.
@@ -116,6 +125,31 @@ impl Drop for Control {
             // The lock's file stays: removed, two servers could lock two files of the same name.
             let _ = fs::remove_file(&ours.socket);
         }
+    }
+}
+
+/// Removes a socket that nobody answers at any more. One that somebody does (it may have been handed to him, without our
+/// lock), and a file that is none, stay.
+fn remove_if_dead(socket: &Path) -> anyhow::Result<()> {
+    let found = match fs::symlink_metadata(socket) {
+        Ok(found) => found,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error).with_context(|| format!("cannot look at {}", socket.display())),
+    };
+    if !found.file_type().is_socket() {
+        bail!("{} is there already, and is no socket; name another place with --socket", socket.display());
+    }
+    match UnixStream::connect(socket) {
+        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+            fs::remove_file(socket).with_context(|| format!("cannot replace {}", socket.display()))
+        }
+        Err(error) => {
+            Err(error).with_context(|| format!("cannot tell whether somebody answers at {}", socket.display()))
+        }
+        Ok(_) => bail!(
+            "somebody already answers at {}; end that server first, or name another socket with --socket",
+            socket.display()
+        ),
     }
 }
 

@@ -40,7 +40,7 @@ fn row(disk: &DiskState, mounts: &BTreeMap<String, String>) -> [String; 9] {
         disk.codec.clone(),
         bytes("mem_used_total"),
         ratio(disk).map_or_else(|| "-".into(), |ratio| format!("{ratio:.2}")),
-        mounts.get(&disk.at).cloned().unwrap_or_default(),
+        mounts.get(&disk.at).cloned().unwrap_or_else(|| "-".into()),
         disk.at.clone(),
     ]
 }
@@ -117,7 +117,7 @@ mod tests {
         assert_eq!(lines[0], COLUMNS);
         assert_eq!(lines[1][..2], ["a", "4.0GiB"]);
         assert_eq!(lines[1][lines[1].len() - 3..], ["3.00", "/mnt/x", "/dev/loop7"]);
-        assert_eq!(lines[2][lines[2].len() - 2..], ["-", "nbd://localhost"]);
+        assert_eq!(lines[2][lines[2].len() - 3..], ["-", "-", "nbd://localhost"]);
     }
 
     #[test]

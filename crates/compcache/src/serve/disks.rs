@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, anyhow, bail};
-use compcache_block::Disk;
+use compcache_block::{BlockDevice, Disk};
 use compcache_store::{LatencySnapshot, PoolConfig, Store, TABLE};
 
 use crate::cli::Codec;
@@ -46,12 +46,16 @@ impl Disks {
     /// Ends every disk, and lets no more be made.
     ///
     /// # Errors
-    /// Some are in use; they stay, and the server goes on.
+    /// Some are in use; then all stay, and the server goes on.
     pub fn remove_all(&self) -> anyhow::Result<()> {
         let mut disks = self.lock();
+        for (name, attached) in &disks.by_name {
+            attached.must_be_free(name)?;
+        }
         let mut kept = Ok(());
         for (name, attached) in std::mem::take(&mut disks.by_name) {
-            if let Err(not) = attached.wire.end(false) {
+            // Somebody may have begun to use it just now.
+            if let Err(not) = attached.wire.end() {
                 kept = Err(not.why.context(format!("disk {name} cannot be ended")));
                 disks.by_name.insert(name, Attached { wire: not.wire, ..attached });
             }
@@ -66,9 +70,7 @@ impl Disks {
 
     fn create(&self, wanted: &Create) -> anyhow::Result<DiskState> {
         let codec: Codec = wanted.codec.parse()?;
-        if wanted.size_bytes == 0 {
-            bail!("a disk of no size is none; --size 1G, for instance");
-        }
+        refuse_no_size(wanted.size_bytes)?;
         let mut disks = self.lock();
         if disks.ending {
             bail!("the server is ending");
@@ -94,7 +96,11 @@ impl Disks {
 
     fn change(&self, change: &Change) -> anyhow::Result<DiskState> {
         self.with(&change.name, |attached| {
+            // What can fail comes first.
             let codec = change.codec.as_deref().map(str::parse::<Codec>).transpose()?;
+            if let Some(size_bytes) = change.size_bytes {
+                attached.resize(&change.name, size_bytes)?;
+            }
             if let Some(codec) = codec {
                 attached.disk.pool().set_codec(codec.of_store())?;
                 attached.codec = codec;
@@ -102,18 +108,18 @@ impl Disks {
             if let Some(limit_bytes) = change.limit_bytes {
                 attached.disk.pool().set_limit_bytes(limit_bytes);
             }
-            if let Some(size_bytes) = change.size_bytes {
-                attached.disk.resize(size_bytes)?;
-                attached.wire.resized()?;
-            }
             Ok(attached.state(&change.name))
         })
     }
 
     fn remove(&self, name: &str, force: bool) -> anyhow::Result<()> {
         let mut disks = self.lock();
+        let attached = disks.by_name.get(name).ok_or_else(|| no_such_disk(name))?;
+        if !force {
+            attached.must_be_free(name)?;
+        }
         let attached = disks.by_name.remove(name).ok_or_else(|| no_such_disk(name))?;
-        attached.wire.end(force).map_err(|not| {
+        attached.wire.end().map_err(|not| {
             disks.by_name.insert(name.to_owned(), Attached { wire: not.wire, ..attached });
             not.why.context(format!("disk {name} cannot be ended"))
         })
@@ -133,6 +139,7 @@ impl Served for Disks {
             Request::Show { name } => self.with(&name, |attached| Ok(one(attached.state(&name)))),
             Request::Change(change) => self.change(&change).map(one),
             Request::Reset { name } => self.with(&name, |attached| {
+                attached.must_be_free(&name)?;
                 attached.disk.reset();
                 Ok(Reply::Done)
             }),
@@ -143,6 +150,20 @@ impl Served for Disks {
 }
 
 impl Attached {
+    fn must_be_free(&self, name: &str) -> anyhow::Result<()> {
+        self.wire.in_use().map_or(Ok(()), |why| Err(why.context(format!("disk {name} stays as it is"))))
+    }
+
+    /// Smaller only while nobody uses it.
+    fn resize(&self, name: &str, size_bytes: u64) -> anyhow::Result<()> {
+        refuse_no_size(size_bytes)?;
+        if size_bytes < self.disk.size_bytes() {
+            self.must_be_free(name)?;
+        }
+        self.disk.resize(size_bytes)?;
+        self.wire.resized()
+    }
+
     fn state(&self, name: &str) -> DiskState {
         let stats = self.disk.stats();
         let latency = self.disk.pool().latency();
@@ -170,6 +191,13 @@ fn checked_name(name: &str) -> anyhow::Result<&str> {
         bail!("`{name}` is no name for a disk: up to {NAME_BYTES_MAX} letters, digits, `-` and `_`, the first no sign");
     }
     Ok(name)
+}
+
+fn refuse_no_size(size_bytes: u64) -> anyhow::Result<()> {
+    if size_bytes == 0 {
+        bail!("a disk of no size is none; write 1G, for instance");
+    }
+    Ok(())
 }
 
 fn no_such_disk(name: &str) -> anyhow::Error {

@@ -1,5 +1,6 @@
 //! What serves a disk to its users, whichever transport it is.
 
+use std::net::Ipv4Addr;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
@@ -11,6 +12,7 @@ use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, FuseLoopOptions};
 use compcache_block::nbd::{Export, Listen, NbdServer};
 
 use crate::control::At;
+use crate::run::say;
 
 /// How long requests in flight have when a disk is ended.
 const GRACE: Duration = Duration::from_secs(5);
@@ -39,12 +41,14 @@ impl Wire {
             At::Loop => return Ok(Wire::Loop(FuseLoop::serve(disk, &FuseLoopOptions::default())?)),
             At::Auto => match FuseLoop::serve(disk.clone(), &FuseLoopOptions::default()) {
                 Ok(served) => return Ok(Wire::Loop(served)),
-                // Not here, or not for us.
-                Err(FuseLoopError::NotPrivileged | FuseLoopError::NodeMissing { .. }) => Listen::Unix(beside_us()),
-                Err(error) => return Err(error.into()),
+                Err(error @ FuseLoopError::Device(_)) => return Err(error.into()),
+                Err(error) => {
+                    say(&format!("compcache: disk {name} is no block device but an NBD export: {error}\n"));
+                    Listen::Unix(beside_us())
+                }
             },
             At::NbdUnix(path) => Listen::Unix(path.clone().unwrap_or_else(beside_us)),
-            At::NbdTcp(address) if address.ip().is_loopback() && address.is_ipv4() => Listen::Loopback(address.port()),
+            At::NbdTcp(address) if address.ip() == Ipv4Addr::LOCALHOST => Listen::Loopback(address.port()),
             At::NbdTcp(address) => Listen::Anyone(*address),
         };
         let export = Export { name: name.to_owned(), device: disk, read_only: false };
@@ -78,25 +82,29 @@ impl Wire {
         }
     }
 
-    /// Ends it, with what is in flight answered; with `force` also if clients are connected, but never what is mounted.
-    ///
-    /// # Errors
-    /// The disk is in use; it goes on as before.
-    pub fn end(self, force: bool) -> Result<(), Box<NotEnded>> {
+    /// Why it may not be taken away or emptied now: somebody uses it.
+    pub fn in_use(&self) -> Option<anyhow::Error> {
         match self {
-            Wire::Nbd { server, uri } => {
-                // One that has ended just now may take a moment to be noticed.
+            Wire::Nbd { server, .. } => {
+                // A client that has ended just now may take a moment to be noticed.
                 let until = Instant::now() + LAST_WORDS;
-                while !force && server.connections() > 0 {
-                    if Instant::now() > until {
-                        let why = anyhow!(
-                            "it is in use: {} NBD clients are connected; disconnect them, or use `disk rm --force`",
-                            server.connections()
-                        );
-                        return Err(Box::new(NotEnded { wire: Wire::Nbd { server, uri }, why }));
-                    }
+                while server.connections() > 0 && Instant::now() < until {
                     thread::sleep(Duration::from_millis(5));
                 }
+                let clients = server.connections();
+                (clients > 0).then(|| anyhow!("it is in use: NBD clients are connected ({clients}); disconnect them"))
+            }
+            Wire::Loop(served) => served.holder().map(|by| anyhow!("{} is in use: {by}", served.path().display())),
+        }
+    }
+
+    /// Ends it, with what is in flight answered.
+    ///
+    /// # Errors
+    /// The machine itself uses the disk; it goes on as before. Who is to see to NBD clients asks [`Wire::in_use`] first.
+    pub fn end(self) -> Result<(), Box<NotEnded>> {
+        match self {
+            Wire::Nbd { server, .. } => {
                 server.stop(GRACE);
                 Ok(())
             }
