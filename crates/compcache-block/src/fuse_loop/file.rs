@@ -2,7 +2,7 @@
 //!
 //! Its file is opened for direct I/O, with writes in parallel, so that the kernel keeps none of it and holds no lock
 //! around a request; nothing is answered from what the kernel remembers, the size included. The size cannot be changed
-//! through the file. Other calls get the answers of fuser, which is that they are not implemented.
+//! through the file. Nothing else can be done in this file system: whoever tries gets an error (ENOSYS or EPERM).
 
 use std::ffi::OsStr;
 use std::sync::Arc;

@@ -130,6 +130,13 @@ fn ask(socket: &Path, arguments: &[&str]) -> Output {
         .expect("compcache can be started")
 }
 
+/// What a server says that must not come up; one that does is ended after a while.
+fn refused_server(socket: &Path, arguments: &[&str]) -> Output {
+    let mut command = Command::new("timeout");
+    command.arg("10").arg(compcache()).args(["serve", "--socket"]).arg(socket).args(arguments);
+    command.output().expect("timeout runs")
+}
+
 fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
@@ -232,9 +239,15 @@ fn without_a_server_every_command_says_how_to_start_one() {
 #[test]
 fn a_second_server_at_the_same_socket_is_refused_and_the_first_goes_on() {
     let server = Server::start(&[]);
-    let second = Command::new(compcache()).args(["serve", "--socket"]).arg(server.socket()).output().unwrap();
+    let second = refused_server(&server.socket(), &[]);
     assert!(!second.status.success() && said(&second).contains("already"), "{}", said(&second));
     server.ok(&["list"]);
+}
+
+#[test]
+fn a_server_without_room_for_any_disk_is_refused() {
+    let refused = refused_server(&scratch().path().join("control"), &["--memory", "0"]);
+    assert!(!refused.status.success() && said(&refused).contains("--memory 0"), "{}", said(&refused));
 }
 
 #[test]
@@ -243,7 +256,7 @@ fn a_file_in_the_place_of_the_socket_is_not_replaced() {
     let (notes, lock) = (directory.path().join("notes"), directory.path().join("notes.lock"));
     fs::write(&notes, "precious").unwrap();
     fs::write(&lock, "precious too").unwrap();
-    let refused = Command::new(compcache()).args(["serve", "--socket"]).arg(&notes).output().unwrap();
+    let refused = refused_server(&notes, &[]);
     assert!(!refused.status.success() && said(&refused).contains("no socket"), "{}", said(&refused));
     assert_eq!(fs::read_to_string(notes).unwrap(), "precious");
     assert_eq!(fs::read_to_string(lock).unwrap(), "precious too");
@@ -379,9 +392,21 @@ fn a_service_manager_hands_its_socket_over_and_hears_when_the_server_is_ready() 
     let mut heard = [0; 256];
     let length = manager.recv(&mut heard).expect("the server says that it is ready");
     assert_eq!(&heard[..length], b"READY=1\n");
+    // That it stops is said when it does, not when it is asked to and cannot: a service manager would kill it for that.
+    assert!(ask(&control, &["disk", "create", "--name", "d", "--size", "1M", "--transport", "nbd"]).status.success());
+    let mut client = UnixStream::connect(directory.path().join("d.nbd")).expect("it listens");
+    client.read_exact(&mut [0; 18]).expect("it greets");
+    let pid = child.id().to_string();
+    let end = || assert!(Command::new("kill").arg(&pid).status().expect("kill runs").success());
+    end();
+    manager.set_read_timeout(Some(Duration::from_secs(2))).expect("a timeout can be set");
+    assert!(manager.recv(&mut heard).is_err(), "it says that it stops, and does not");
     assert!(ask(&control, &["list"]).status.success());
-    child.kill().expect("it is our child");
-    child.wait().expect("it is our child");
+    drop(client);
+    end();
+    let length = manager.recv(&mut heard).expect("the server says that it stops");
+    assert_eq!(&heard[..length], b"STOPPING=1\n");
+    assert!(child.wait().expect("it is our child").success());
     assert!(control.exists(), "the socket is the service manager's");
 }
 
