@@ -44,7 +44,8 @@ pub trait BlockDevice: Send + Sync {
 
 /// One thread's way to a device. Offsets and lengths are in bytes, at any alignment; whole blocks are the fast path.
 ///
-/// Every method fails with [`DeviceError::BeyondEnd`] before anything is touched, or with what the device says. After any
+/// Every method fails with [`DeviceError::BeyondEnd`] before anything is touched (if the device shrinks in that moment, perhaps
+/// after a part), or with what the device says. After any
 /// other error, and after [`Outcome::MustWait`], each block of the range is as it was or as it was asked to be; making the
 /// same request again does all of it.
 pub trait Lane {

@@ -73,7 +73,8 @@ impl Disk {
     }
 
     /// Changes the size while the disk is in use. What lies beyond a new, smaller end is discarded, and reads as zeroes if
-    /// the disk grows again. Requests in flight end as before the change or with [`DeviceError::BeyondEnd`].
+    /// the disk grows again. Requests in flight end as before the change, or with
+    /// [`DeviceError::BeyondEnd`], a part of them done.
     ///
     /// # Errors
     /// [`DeviceError::BadSize`]; the size is as it was.

@@ -190,7 +190,8 @@ impl FuseLoop {
     /// before.
     ///
     /// # Errors
-    /// The disk is given back. [`FuseLoopError::InUse`]: nothing was changed. [`FuseLoopError::Step`]: some of it is
+    /// The disk is given back. [`FuseLoopError::InUse`]: nothing was changed; or somebody opened the device in
+    /// the moment it was detached, and it is gone when he closes it. [`FuseLoopError::Step`]: some of it is
     /// removed, and calling again goes on from there.
     pub fn remove(mut self) -> Result<(), Box<NotRemoved>> {
         match self.take_down() {
