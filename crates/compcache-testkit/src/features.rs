@@ -47,6 +47,8 @@ pub enum Feature {
     Cpus(usize),
     /// A kernel before 6.8, to be started in a virtual machine.
     OldKernel,
+    /// A kernel with ublk, NBD and zram with writeback, to be started in a virtual machine.
+    StockKernel,
     /// A program on the path.
     Program(&'static str),
 }
@@ -68,7 +70,8 @@ impl Feature {
             Feature::IoUring => io_uring(),
             Feature::Root => root(),
             Feature::Cpus(wanted) => cpus(wanted),
-            Feature::OldKernel => crate::vm::old_kernel().map(drop),
+            Feature::OldKernel => crate::vm::Kernel::old().map(drop),
+            Feature::StockKernel => crate::vm::Kernel::stock().map(drop),
             Feature::Program(name) => match find_program(name) {
                 Some(_) => Ok(()),
                 None => Err(format!("the program {name} is not on the path")),

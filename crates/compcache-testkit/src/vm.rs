@@ -4,9 +4,10 @@
 //! is why nothing measured in here is a number.
 //!
 //! ```no_run
-//! use compcache_testkit::vm::{Vm, old_kernel};
-//! let mut vm = Vm::new(&old_kernel().unwrap()).unwrap();
+//! use compcache_testkit::vm::{Kernel, Vm};
+//! let mut vm = Vm::new(&Kernel::stock().unwrap()).unwrap();
 //! vm.program("/usr/bin/true".as_ref(), "/bin/true").unwrap();
+//! vm.module("zram", "num_devices=1").unwrap();
 //! let printed = vm.run("true; echo status $?", std::time::Duration::from_secs(300)).unwrap();
 //! assert!(printed.contains("status 0"));
 //! ```
@@ -28,24 +29,54 @@ const DIRECTORY: u32 = 0o040_755;
 const BEGIN: &str = "=== begin";
 const END: &str = "=== end";
 
-/// The image of a kernel before 6.8, named by `COMPCACHE_OLD_KERNEL`.
-///
-/// # Errors
-/// None is named, or it is not there; in words for a person.
-pub fn old_kernel() -> Result<PathBuf, String> {
-    let named = std::env::var_os("COMPCACHE_OLD_KERNEL").map(PathBuf::from);
-    match named {
-        Some(path) if path.is_file() => Ok(path),
-        Some(path) => Err(format!("COMPCACHE_OLD_KERNEL: {} is not there", path.display())),
-        None => Err("COMPCACHE_OLD_KERNEL names no kernel image; .ci/old-kernel DIR fetches one".to_owned()),
+/// A distribution's kernel, unpacked into a directory of its own: `boot/vmlinuz-*`, and its modules under `lib/modules`.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    image: PathBuf,
+    modules: PathBuf,
+}
+
+impl Kernel {
+    /// One before 6.8, named by `COMPCACHE_OLD_KERNEL`.
+    ///
+    /// # Errors
+    /// None is named, or it is not there; in words for a person.
+    pub fn old() -> Result<Kernel, String> {
+        Kernel::named("COMPCACHE_OLD_KERNEL", "old")
+    }
+
+    /// One with ublk, NBD and zram with writeback (6.12), named by `COMPCACHE_STOCK_KERNEL`.
+    ///
+    /// # Errors
+    /// None is named, or it is not there; in words for a person.
+    pub fn stock() -> Result<Kernel, String> {
+        Kernel::named("COMPCACHE_STOCK_KERNEL", "stock")
+    }
+
+    fn named(variable: &str, which: &str) -> Result<Kernel, String> {
+        let directory = std::env::var_os(variable).map(PathBuf::from);
+        let directory = directory.ok_or(format!("{variable} names no kernel; .ci/kernel {which} DIR fetches one"))?;
+        let one_in = |within: &str| {
+            let found = fs::read_dir(directory.join(within)).ok().into_iter().flatten().flatten();
+            let found = found.map(|entry| entry.path()).find(|path| {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                within == "lib/modules" || name.starts_with("vmlinuz-")
+            });
+            found.ok_or(format!("{variable}: {} has no kernel in {within}", directory.display()))
+        };
+        Ok(Kernel { image: one_in("boot")?, modules: one_in("lib/modules")? })
     }
 }
 
-/// A machine that has not been started: a kernel, and files.
+/// A machine that has not been started: a kernel, and files. Two processors and 1.5 GiB, unless told otherwise.
 pub struct Vm {
-    kernel: PathBuf,
+    kernel: Kernel,
     archive: Vec<u8>,
     known: BTreeSet<String>,
+    /// Lines that load the modules.
+    loads: String,
+    processors: u32,
+    memory_mib: u32,
 }
 
 impl Vm {
@@ -53,14 +84,46 @@ impl Vm {
     ///
     /// # Errors
     /// There is no busybox, or it cannot be read.
-    pub fn new(kernel: &Path) -> io::Result<Vm> {
-        let mut vm = Vm { kernel: kernel.to_owned(), archive: Vec::new(), known: BTreeSet::new() };
+    pub fn new(kernel: &Kernel) -> io::Result<Vm> {
+        let mut vm = Vm {
+            kernel: kernel.clone(),
+            archive: Vec::new(),
+            known: BTreeSet::new(),
+            loads: String::new(),
+            processors: 2,
+            memory_mib: 1536,
+        };
         let busybox = find_program("busybox").ok_or_else(|| io::Error::other("busybox is not on the path"))?;
         for directory in ["/proc", "/sys", "/dev", "/tmp"] {
             vm.directories_of(&format!("{directory}/x"))?;
         }
         vm.program(&busybox, "/bin/busybox")?;
         Ok(vm)
+    }
+
+    /// How many processors it has, and how much memory. What is in the initial RAM disk takes a part of that for good.
+    pub fn size(&mut self, processors: u32, memory_mib: u32) {
+        (self.processors, self.memory_mib) = (processors, memory_mib);
+    }
+
+    /// Adds a module of the kernel's and those it needs, to be loaded before the script begins.
+    ///
+    /// # Errors
+    /// The kernel has no such module, or it cannot be read or unpacked (`xz` does that).
+    pub fn module(&mut self, name: &str, parameters: &str) -> io::Result<()> {
+        let guest = format!("/modules/{name}.ko");
+        if self.known.contains(&guest) {
+            return Ok(());
+        }
+        let module = unpacked_module(&self.kernel.modules, name)?;
+        for needed in needed_modules(&module) {
+            self.module(&needed, "")?;
+        }
+        self.directories_of(&guest)?;
+        self.entry(&guest, FILE, &module)?;
+        self.loads += &format!("insmod {guest} {parameters} || echo 'module {name} cannot be loaded'\n");
+        self.known.insert(guest);
+        Ok(())
     }
 
     /// Adds a program under another name, with all libraries it is linked with.
@@ -103,7 +166,7 @@ impl Vm {
         writer.finish().map(drop)
     }
 
-    /// Starts the machine, with two processors and 1.5 GiB, runs `script` as its first process, and returns what that printed.
+    /// Starts the machine, runs `script` as its first process, and returns what that printed.
     ///
     /// # Errors
     /// The machine did not end within `patience`, or the script did not: with all that was printed.
@@ -111,8 +174,9 @@ impl Vm {
         let init = format!(
             "#!/bin/busybox sh\n/bin/busybox --install -s /bin\nexport PATH=/bin HOME=/\n\
              mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev\n\
-             mkdir -p /dev/shm; mount -t tmpfs shm /dev/shm\n\
-             echo '{BEGIN}'\n{script}\necho '{END}'\npoweroff -f\n"
+             mkdir -p /dev/shm; mount -t tmpfs shm /dev/shm\n{}\
+             echo '{BEGIN}'\n{script}\necho '{END}'\npoweroff -f\n",
+            self.loads
         );
         self.entry("/init", FILE, init.as_bytes())?;
         newc::trailer(&mut self.archive)?;
@@ -120,25 +184,12 @@ impl Vm {
         let (disk, console) = (directory.path().join("initrd"), directory.path().join("console"));
         fs::write(&disk, &self.archive)?;
         let mut machine = Command::new("qemu-system-x86_64")
-            .args([
-                "-M",
-                "q35",
-                "-cpu",
-                "max",
-                "-smp",
-                "2",
-                "-m",
-                "1536",
-                "-display",
-                "none",
-                "-no-reboot",
-                "-net",
-                "none",
-            ])
+            .args(["-M", "q35", "-cpu", "max", "-display", "none", "-no-reboot", "-net", "none"])
+            .args(["-smp", &self.processors.to_string(), "-m", &self.memory_mib.to_string()])
             .arg("-serial")
             .arg(format!("file:{}", console.display()))
             .arg("-kernel")
-            .arg(&self.kernel)
+            .arg(&self.kernel.image)
             .arg("-initrd")
             .arg(&disk)
             .args(["-append", "console=ttyS0 quiet panic=-1"])
@@ -158,6 +209,36 @@ impl Vm {
     }
 }
 
+/// The module's contents, as the kernel takes them.
+fn unpacked_module(modules: &Path, name: &str) -> io::Result<Vec<u8>> {
+    // File names have dashes where the kernel's own names have underscores.
+    let path = find_file(modules, &|file| {
+        let stem = file.split_once(".ko").map_or("", |(stem, _)| stem);
+        stem.replace('-', "_") == name.replace('-', "_")
+    });
+    let path = path.ok_or_else(|| io::Error::other(format!("no module {name} under {}", modules.display())))?;
+    if path.extension().is_none_or(|extension| extension != "xz") {
+        return fs::read(path);
+    }
+    let output = Command::new("xz").arg("-dc").arg(&path).output()?;
+    if output.status.success() { Ok(output.stdout) } else { Err(io::Error::other(format!("xz: {}", path.display()))) }
+}
+
+fn find_file(directory: &Path, wanted: &dyn Fn(&str) -> bool) -> Option<PathBuf> {
+    let entries: Vec<_> = fs::read_dir(directory).ok()?.flatten().map(|entry| entry.path()).collect();
+    entries.iter().find_map(|path| match path.is_dir() && !path.is_symlink() {
+        true => find_file(path, wanted),
+        false => wanted(&path.file_name()?.to_string_lossy()).then(|| path.clone()),
+    })
+}
+
+/// What a module says of itself: `depends=a,b`, a string between zeroes.
+fn needed_modules(module: &[u8]) -> Vec<String> {
+    let said = module.split(|byte| *byte == 0).find_map(|word| word.strip_prefix(b"depends="));
+    let said = String::from_utf8_lossy(said.unwrap_or_default()).into_owned();
+    said.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect()
+}
+
 /// Waits for the machine, and ends it if it takes too long. Whether it ended by itself.
 fn wait(machine: &mut Child, patience: Duration) -> io::Result<bool> {
     let begun = Instant::now();
@@ -170,4 +251,32 @@ fn wait(machine: &mut Child, patience: Duration) -> io::Result<bool> {
     machine.kill()?;
     machine.wait()?;
     Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::features::{Feature, requires};
+
+    #[test]
+    fn a_module_is_loaded_after_those_it_needs() {
+        if !requires(&[Feature::StockKernel, Feature::Program("qemu-system-x86_64"), Feature::Program("busybox")]) {
+            return;
+        }
+        let mut vm = Vm::new(&Kernel::stock().unwrap()).unwrap();
+        vm.size(1, 512);
+        for (module, parameters) in [("zram", "num_devices=2"), ("ublk_drv", ""), ("nbd", "nbds_max=1"), ("loop", "")] {
+            vm.module(module, parameters).unwrap();
+        }
+        assert!(vm.module("no_such_module", "").is_err());
+        let script = "nproc; ls -1d /dev/ublk-control /dev/nbd0 /dev/loop0 /dev/zram1; grep MemTotal /proc/meminfo";
+        let printed = vm.run(script, Duration::from_secs(120)).unwrap_or_else(|error| panic!("{error}"));
+        let lines: Vec<_> = printed.lines().map(str::trim).collect();
+        assert_eq!(
+            lines.get(..5).unwrap_or(&lines),
+            ["1", "/dev/loop0", "/dev/nbd0", "/dev/ublk-control", "/dev/zram1"]
+        );
+        let mib: u64 = lines[5].split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() / 1024;
+        assert!((400..512).contains(&mib), "{mib} MiB");
+    }
 }

@@ -20,7 +20,8 @@
 //! | `COMPCACHE_WAYS`   | `move`, `remap`, `bare`, or several with commas: only these          |
 //! | `COMPCACHE_SEED`   | the seed of the memory tester                                       |
 //! | `COMPCACHE_LONG`   | seconds that the memory tester runs (4)                             |
-//! | `COMPCACHE_OLD_KERNEL` | the image of a kernel before 6.8, to be emulated (`.ci/old-kernel` fetches one) |
+//! | `COMPCACHE_OLD_KERNEL` | a kernel before 6.8, to be emulated (`.ci/kernel old DIR` fetches one) |
+//! | `COMPCACHE_STOCK_KERNEL` | one with ublk, NBD and zram (`.ci/kernel stock DIR`) |
 
 mod accounting;
 mod cli;

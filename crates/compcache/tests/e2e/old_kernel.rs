@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use compcache_testkit::features::{Feature, requires};
-use compcache_testkit::vm::{Vm, old_kernel};
+use compcache_testkit::vm::{Kernel, Vm};
 
 use crate::support::{alone, compcache, memory_tester, preload, trap_program};
 
@@ -27,7 +27,7 @@ fn programs_are_paged_rightly_where_pages_cannot_be_moved() {
         return;
     }
     let _alone = alone();
-    let mut vm = old_kernel().map_err(std::io::Error::other).and_then(|kernel| Vm::new(&kernel)).expect("a machine");
+    let mut vm = Kernel::old().map_err(std::io::Error::other).and_then(|kernel| Vm::new(&kernel)).expect("a machine");
     let programs = [
         (compcache(), "/compcache"),
         (preload().to_owned(), "/libcompcache_preload.so"),
