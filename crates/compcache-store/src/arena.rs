@@ -22,11 +22,12 @@
 #![allow(unsafe_code)]
 
 pub(crate) mod class;
+mod reserve;
 mod span;
 mod sparse;
 
 use alloc::boxed::Box;
-use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use crate::budget::{Budget, Credit};
 use crate::error::StoreError;
@@ -34,7 +35,7 @@ use crate::lock::{Guard, Mutex};
 use crate::page::PAGE_SIZE;
 use crate::region::Region;
 use class::{CLASSES, Class, GRANULE, SPAN_BYTES};
-use span::{Mark, NONE, Span};
+use span::{Mark, NONE, Placed, Span};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 const BINS: usize = 8;
@@ -91,6 +92,8 @@ struct ClassLists(Mutex<Lists>);
 struct Source {
     /// Spans given back, linked by `next`.
     free: u32,
+    /// Spans whose memory is there already, linked by `next`: the reserve.
+    prepared: u32,
     /// Spans never used begin here.
     fresh: u32,
     descriptor_pages: u64,
@@ -104,6 +107,9 @@ pub(crate) struct Arena {
     source: Mutex<Source>,
     spans_max: u32,
     kept_bytes: AtomicU64,
+    /// How many spans the reserve shall have, and has.
+    reserve_wanted: AtomicU32,
+    reserve_spans: AtomicU32,
 }
 
 impl Arena {
@@ -116,21 +122,29 @@ impl Arena {
             objects: Region::reserve(bytes as usize, 4 << 20, lock_in_ram)?,
             descriptors: Region::reserve(spans_max as usize * size_of::<Span>(), 64 << 10, lock_in_ram)?,
             classes: (0..CLASSES).map(|_| lists()).collect(),
-            source: Mutex::new(Source { free: NONE, fresh: 0, descriptor_pages: 0 }),
+            source: Mutex::new(Source { free: NONE, prepared: NONE, fresh: 0, descriptor_pages: 0 }),
             spans_max,
             kept_bytes: AtomicU64::new(0),
+            reserve_wanted: AtomicU32::new(0),
+            reserve_spans: AtomicU32::new(0),
         })
     }
 
     /// Finds room for an object of `class`, touching new memory only as far as `credit` goes.
     pub fn allocate(&self, class: Class, budget: &Budget, credit: &mut Credit) -> Result<Location, StoreError> {
         let mut lists = self.lists(class);
-        if let Some(location) = self.place_in_listed(&mut lists, class, budget, credit) {
+        // Memory that is there comes before memory that the system would have to find now.
+        let new_pages_max = if self.has_reserve() { 0 } else { credit.bytes / PAGE };
+        if let Some(location) = self.place_in_listed(&mut lists, class, new_pages_max as usize, budget, credit) {
             return Ok(self.after_growth(lists, location, budget, credit));
         }
-        let id = self.fresh_span(budget, credit)?;
+        let (id, touched_pages) = match self.take_prepared() {
+            Some(id) => (id, SPAN_BYTES / PAGE_SIZE),
+            None => (self.fresh_span(budget, credit)?, 0),
+        };
         let span = self.span(id);
         span.begin(class);
+        span.set_touched_pages(touched_pages);
         self.link(&mut lists, id, span, class);
         lists.free += class.objects();
         let pages = credit.bytes / PAGE;
@@ -145,7 +159,8 @@ impl Arena {
         let span = self.known_span(from.span()).filter(|span| span.mark() == Mark::Victim)?;
         let class = span.class();
         let mut lists = self.lists(class);
-        let placed = self.place_in_listed(&mut lists, class, budget, credit);
+        let pages = (credit.bytes / PAGE) as usize;
+        let placed = self.place_in_listed(&mut lists, class, pages, budget, credit);
         placed.map(|(location, ..)| location)
     }
 
@@ -249,18 +264,19 @@ impl Arena {
         self.classes[class.0 as usize].0.lock()
     }
 
-    /// Tries memory already touched first, then new pages in a span that has some left.
+    /// Tries memory already touched first, then at most so many new pages in a span that has some left.
     fn place_in_listed(
         &self,
         lists: &mut Lists,
         class: Class,
+        new_pages_max: usize,
         budget: &Budget,
         credit: &mut Credit,
     ) -> Option<(Location, usize, usize)> {
         if lists.free == 0 {
             return None;
         }
-        for pages in [0, (credit.bytes / PAGE) as usize] {
+        for pages in [0, new_pages_max] {
             for bin in (0..BINS).rev() {
                 let mut id = lists.bins[bin];
                 // The first of a list may be the one with untouched pages; look behind it, but not at the whole list.
@@ -287,8 +303,21 @@ impl Arena {
         budget: &Budget,
         credit: &mut Credit,
     ) -> Option<(Location, usize, usize)> {
+        let placed = self.span(id).place(class, pages_max)?;
+        Some(self.placed(lists, id, class, placed, budget, credit))
+    }
+
+    /// Notes that a position of a listed span was taken.
+    fn placed(
+        &self,
+        lists: &mut Lists,
+        id: u32,
+        class: Class,
+        placed: Placed,
+        budget: &Budget,
+        credit: &mut Credit,
+    ) -> (Location, usize, usize) {
         let span = self.span(id);
-        let placed = span.place(class, pages_max)?;
         if span.mark() == Mark::Kept {
             span.set_mark(Mark::Plain);
             self.kept_bytes.fetch_sub(placed.pages_before as u64 * PAGE, Relaxed);
@@ -299,7 +328,7 @@ impl Arena {
             credit.spend((placed.pages_after - placed.pages_before) as u64 * PAGE, budget);
         }
         let location = Location::new(id, placed.position * class.slot_bytes());
-        Some((location, placed.pages_before, placed.pages_after))
+        (location, placed.pages_before, placed.pages_after)
     }
 
     /// After an object touched new pages of a large store, asks for the next few at once: a page that the system gives on
@@ -312,7 +341,8 @@ impl Arena {
         credit: &mut Credit,
     ) -> Location {
         let ahead = (budget.used_bytes() / AHEAD_SHARE).min(AHEAD_PAGES_MAX) as usize;
-        if after == before || after - before >= ahead {
+        // With a reserve, memory is asked for elsewhere, and not under a lock.
+        if after == before || after - before >= ahead || self.reserve_wanted.load(Relaxed) > 0 {
             return location;
         }
         let span = self.span(location.span());
@@ -369,6 +399,11 @@ impl Arena {
     /// Gives the memory of an empty span that is on no list back to the system.
     fn retire(&self, id: u32, span: &Span, budget: &Budget) -> u64 {
         let bytes = span.touched_pages() * PAGE_SIZE;
+        if bytes == SPAN_BYTES && self.reserve_spans.load(Relaxed) < self.reserve_wanted.load(Relaxed) {
+            span.end();
+            self.put_prepared(id, span);
+            return 0;
+        }
         // SAFETY: the span holds no object and is on no list, so nobody reads it or is given a place in it.
         unsafe { self.objects.release(id as usize * SPAN_BYTES, bytes) };
         span.end();

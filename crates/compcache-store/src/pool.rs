@@ -192,6 +192,7 @@ impl Drop for Pool {
     fn drop(&mut self) {
         // Compaction holds the registry while it works on a pool; after this it does not know this one any more.
         self.store.registry.lock().remove(&self.core);
+        self.core.tree.let_go();
         self.discard_range(PageIndex(0), PageIndex::LIMIT);
         self.core.tree.dismantle(&self.store.tables);
     }

@@ -125,6 +125,19 @@ impl Region {
         };
     }
 
+    /// Has the system give the memory of `bytes` from `offset` now, whatever it takes; it becomes zeroes.
+    ///
+    /// The range lies in the open part, and nobody else knows it yet.
+    pub fn touch(&self, offset: usize, bytes: usize) {
+        assert!(offset + bytes <= self.open_bytes());
+        self.populate(offset, bytes);
+        for page in (offset..offset + bytes).step_by(PAGE_SIZE) {
+            // SAFETY: in the open part, checked above; the caller keeps others away. A page that is there already is written
+            // to no harm: it is empty.
+            unsafe { self.base.as_ptr().add(page).write_volatile(0) };
+        }
+    }
+
     /// The address of the range. Memory behind it is there for the open part only.
     pub fn base(&self) -> NonNull<u8> {
         self.base

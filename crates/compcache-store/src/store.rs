@@ -88,6 +88,27 @@ impl Store {
         self.budget.set_limit_bytes(limit_bytes);
     }
 
+    /// Keeps so many bytes of memory at hand, so that pages can be stored without asking the system: for a store that serves
+    /// swap. 0, as at first: none. Nothing happens here; [`Store::refill`] gets the memory.
+    pub fn set_reserve_bytes(&self, bytes: u64) {
+        self.arena.set_reserve_bytes(bytes);
+    }
+
+    /// Memory at hand now, in bytes. It is in [`Store::mem_used_total_bytes`].
+    pub fn reserve_bytes(&self) -> u64 {
+        self.arena.reserve_bytes()
+    }
+
+    /// Gets 256 KiB of what is missing of the reserve, or gives so much back of what is too much; `false` when there is nothing to
+    /// do. It may wait for the system to find
+    /// memory, and holds no lock of the store's while it does: call it from a thread that stores no pages, again and again.
+    ///
+    /// # Errors
+    /// [`StoreError::LimitReached`], [`StoreError::MemoryRefused`]: not now; the reserve is what it was.
+    pub fn refill(&self) -> Result<bool, StoreError> {
+        self.arena.refill(&self.budget)
+    }
+
     /// The age that pages written or read from now on get.
     pub fn age(&self) -> u8 {
         self.age.load(Relaxed)

@@ -95,7 +95,7 @@ impl Pages for Subject {
     }
 
     fn disturb(&mut self, random: u64) {
-        match random % 4 {
+        match random % 5 {
             0 => {
                 let codec = self.codecs[(random >> 8) as usize % self.codecs.len()];
                 self.pool.set_codec(codec).unwrap();
@@ -106,6 +106,11 @@ impl Pages for Subject {
             }
             2 => {
                 self.store.advance_age();
+            }
+            3 => {
+                self.store.set_reserve_bytes((random >> 8) % (2 << 20));
+                // Refused at the limit, as any write.
+                while self.store.refill().is_ok_and(|more| more) {}
             }
             _ => {
                 self.store.compact(&mut self.worker, 1 + (random >> 8) as usize % 500);
@@ -139,6 +144,8 @@ fn assert_nothing_leaks(store: &Arc<Store>, pool: &Arc<Pool>) {
     let gauges = |stats: &PoolStats| [stats.orig_data_size, stats.compr_data_size, stats.same_pages, stats.slot_bytes];
     assert_eq!(gauges(&stats), [0; 4], "{stats:?}");
     let mut worker = Worker::new(store, clock).unwrap();
+    store.set_reserve_bytes(0);
+    while store.refill().unwrap() {}
     while !store.compact(&mut worker, 1000).finished {}
     let used = store.mem_used_total_bytes();
     assert!(used <= 256 << 10, "{used} bytes are held by an empty store");
@@ -236,7 +243,11 @@ fn a_page_written_by_many_is_always_one_of_their_writes() {
                         }
                         90..94 => _ = pool.discard(PageIndex(index)),
                         94..96 => pool.set_codec(codecs[rng.usize(0..codecs.len())]).unwrap(),
-                        96..98 => _ = store.compact(&mut worker, 50),
+                        96 => _ = store.compact(&mut worker, 50),
+                        97 => {
+                            store.set_reserve_bytes(rng.u64(0..4 << 20));
+                            let _ = store.refill();
+                        }
                         _ => {
                             // Out and back; what it passes over on the way is another page's and nobody else's business.
                             let aside = PageIndex((1 << 20) + thread * 5000 + index);

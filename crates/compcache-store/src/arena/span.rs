@@ -111,18 +111,28 @@ impl Span {
     pub fn place(&self, class: Class, new_pages_max: usize) -> Option<Placed> {
         let (at, word) = self.taken.iter().enumerate().map(|(at, w)| (at, w.load(Relaxed))).find(|(_, w)| *w != !0)?;
         let position = at * 64 + word.trailing_ones() as usize;
-        if position >= class.objects() {
+        let pages_after = ((position + 1) * class.slot_bytes()).div_ceil(PAGE_SIZE);
+        if position >= class.objects() || pages_after.saturating_sub(self.touched_pages()) > new_pages_max {
             return None;
         }
+        Some(self.take(position, pages_after))
+    }
+
+    /// Takes `position`, if it is free, and all pages before its end.
+    pub fn place_at(&self, position: usize, class: Class) -> Option<Placed> {
+        let pages_after = ((position + 1) * class.slot_bytes()).div_ceil(PAGE_SIZE);
+        (position < class.objects() && !self.is_taken(position)).then(|| self.take(position, pages_after))
+    }
+
+    #[inline]
+    fn take(&self, position: usize, pages_after: usize) -> Placed {
         let pages_before = self.touched_pages();
-        let pages_after = ((position + 1) * class.slot_bytes()).div_ceil(PAGE_SIZE).max(pages_before);
-        if pages_after - pages_before > new_pages_max {
-            return None;
-        }
-        self.taken[at].store(word | 1 << (position % 64), Relaxed);
+        let pages_after = pages_after.max(pages_before);
+        let word = &self.taken[position / 64];
+        word.store(word.load(Relaxed) | 1 << (position % 64), Relaxed);
         self.objects.store(self.objects.load(Relaxed) + 1, Relaxed);
         self.set_touched_pages(pages_after);
-        Some(Placed { position, pages_before, pages_after })
+        Placed { position, pages_before, pages_after }
     }
 
     /// The highest position that is taken.

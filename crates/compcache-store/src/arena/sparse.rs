@@ -22,7 +22,7 @@ use crate::page::PAGE_SIZE;
 const SQUEEZE_PAGES: usize = 2;
 const SQUEEZE_SHARE: usize = 16;
 
-fn pages_for(positions: usize, class: Class) -> usize {
+pub(super) fn pages_for(positions: usize, class: Class) -> usize {
     (positions * class.slot_bytes()).div_ceil(PAGE_SIZE)
 }
 
@@ -52,7 +52,8 @@ impl Arena {
             while id != NONE {
                 let span = self.span(id);
                 let touched = span.touched_pages();
-                let spare = touched.saturating_sub(pages_for(span.objects() + to_move, class));
+                let needed = pages_for(span.objects() + to_move, class) + self.ahead_pages();
+                let spare = touched.saturating_sub(needed);
                 if span.mark() == Mark::Plain && spare >= SQUEEZE_PAGES && spare * SQUEEZE_SHARE >= touched {
                     span.set_mark(Mark::Squeezed);
                     any = true;
@@ -128,7 +129,7 @@ impl Arena {
     /// such a lock, since nothing may be placed there meanwhile.
     #[allow(unsafe_code)]
     fn release_tail(&self, id: u32, span: &Span, class: Class, budget: &Budget) -> u64 {
-        let needed = pages_for(span.highest().map_or(0, |position| position + 1), class);
+        let needed = pages_for(span.highest().map_or(0, |position| position + 1), class) + self.ahead_pages();
         let spare = span.touched_pages().saturating_sub(needed);
         if spare == 0 {
             return 0;

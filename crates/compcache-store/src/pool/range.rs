@@ -40,6 +40,15 @@ impl Pool {
         discarded
     }
 
+    /// Makes the tables of the first `count` pages now, so that storing these pages touches no new table: for a pool that
+    /// serves swap. They stay, empty or not, for the pool's life.
+    ///
+    /// # Errors
+    /// [`StoreError::LimitReached`], [`StoreError::MemoryRefused`]; a part of the tables may be there.
+    pub fn prepare(&self, count: u64) -> Result<(), StoreError> {
+        self.core.tree.prepare(&self.store.tables, PageIndex(count), &self.store.budget)
+    }
+
     /// Calls `each` for every page of the `count` from `first` on that is stored when it is looked at, in order.
     pub fn for_each_stored(&self, first: PageIndex, count: u64, mut each: impl FnMut(PageIndex)) {
         self.for_each_leaf(first, count, |leaf_first| self.for_each_in_leaf(leaf_first, first, count, &mut each));

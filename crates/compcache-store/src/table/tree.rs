@@ -7,7 +7,7 @@ use super::{Charge, FANOUT, Leaf, NO_KEY, NONE, Tables};
 use crate::arena::Location;
 use crate::budget::Budget;
 use crate::error::StoreError;
-use crate::page::PageIndex;
+use crate::page::{PAGE_SIZE, PageIndex};
 use crate::slot::{self, word};
 
 const FANOUT_BITS: u32 = FANOUT.trailing_zeros();
@@ -25,6 +25,8 @@ pub(crate) struct Tree {
     root: [AtomicU32; ROOTS],
     /// Leaves and nodes held, in bytes.
     bytes: AtomicU64,
+    /// Leaves before this one stay when they are empty.
+    kept_leaves: AtomicU64,
 }
 
 /// The leaf used last: most pages follow their neighbours. Safe to be stale, since the key is checked.
@@ -44,7 +46,12 @@ fn place_in_leaf(index: PageIndex) -> usize {
 
 impl Tree {
     pub fn new(serial: u64) -> Tree {
-        Tree { serial, root: [const { AtomicU32::new(NONE) }; ROOTS], bytes: AtomicU64::new(0) }
+        Tree {
+            serial,
+            root: [const { AtomicU32::new(NONE) }; ROOTS],
+            bytes: AtomicU64::new(0),
+            kept_leaves: AtomicU64::new(0),
+        }
     }
 
     /// Bytes of the leaves and nodes of this tree.
@@ -184,9 +191,37 @@ impl Tree {
         Ok(())
     }
 
+    /// Makes the leaves of the pages before `end` and has the system give their memory now. They stay, empty or not, until
+    /// [`Tree::let_go`].
+    pub fn prepare(&self, tables: &Tables, end: PageIndex, budget: &Budget) -> Result<(), StoreError> {
+        let leaves = end.0.min(PageIndex::LIMIT).div_ceil(FANOUT as u64);
+        // First, so that compaction does not free what is made here.
+        self.kept_leaves.fetch_max(leaves, Ordering::Relaxed);
+        for leaf in 0..leaves {
+            self.make(tables, leaf, budget, Charge::Limited)?;
+            if let Some(number) = self.find(tables, leaf) {
+                let leaf = tables.leaf(number);
+                // Changes nothing, and is a write to each page; adding nothing would be made a read.
+                let _ = leaf.meta[0].compare_exchange(0, 0, Ordering::Relaxed, Ordering::Relaxed);
+                for word in leaf.payload.iter().step_by(PAGE_SIZE / size_of::<AtomicU64>()) {
+                    let _ = word.compare_exchange(0, 0, Ordering::Relaxed, Ordering::Relaxed);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Empty leaves may be freed again.
+    pub fn let_go(&self) {
+        self.kept_leaves.store(0, Ordering::Relaxed);
+    }
+
     /// Frees the leaf that begins at `first` if every page of it is absent and nobody is using it just now. Returns the
     /// bytes given back.
     pub fn free_leaf_if_empty(&self, tables: &Tables, first: PageIndex, budget: &Budget) -> u64 {
+        if leaf_of(first) < self.kept_leaves.load(Ordering::Relaxed) {
+            return 0;
+        }
         let mut growth = tables.grow.lock();
         let Some(number) = self.find(tables, leaf_of(first)) else { return 0 };
         let leaf = tables.leaf(number);

@@ -1,0 +1,240 @@
+//! The reserve: memory that is there before it is needed.
+//!
+//! When the system is short of memory, the store is asked to take pages so that memory becomes free, and must not have to
+//! wait for memory itself. For a front end that serves swap there are two kinds of reserve, and a worker of the front end
+//! makes up for what was used of them, with no lock held while it waits for the system:
+//!
+//! | kind                 | how much                       | for                                             |
+//! |----------------------|--------------------------------|-------------------------------------------------|
+//! | pages ahead          | 8 in each class that is used   | what comes in until the worker looks again      |
+//! | prepared spans       | as set, [`Arena::set_reserve_bytes`] | a class that has used up its pages: it takes one instead of touching more |
+//!
+//! Example: 100 classes in use are 3 MiB of pages ahead, and 16 MiB of spans are 64. Pages that compress to a third fill the
+//! spans with 48 MiB of them; each span taken is made up for by 256 KiB of the 768 KiB that it freed.
+//!
+//! What is prepared counts as used: the system gave it.
+//!
+//! To have a page ahead, the worker takes a position in it as for an object, so that the span stays and nobody cuts its
+//! end off, lets go of the lock, has the system give the memory, and frees the position.
+//!
+//! Lock order: as in the arena.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use super::class::{Class, SPAN_BYTES};
+use super::span::{NONE, Span};
+use super::sparse::pages_for;
+use super::{Arena, BINS, Location, PAGE};
+use crate::budget::{Budget, Credit};
+use crate::error::StoreError;
+use crate::page::PAGE_SIZE;
+
+/// Pages a class has ahead.
+const AHEAD_PAGES: usize = 8;
+
+impl Arena {
+    /// Pages at a span's end that are there on purpose, though no object needs them.
+    pub(super) fn ahead_pages(&self) -> usize {
+        if self.reserve_wanted.load(Relaxed) > 0 { AHEAD_PAGES } else { 0 }
+    }
+
+    /// Wants so many bytes prepared from now on, in whole spans.
+    pub fn set_reserve_bytes(&self, bytes: u64) {
+        let spans = bytes.div_ceil(SPAN_BYTES as u64).min(u64::from(self.spans_max));
+        self.reserve_wanted.store(spans as u32, Relaxed);
+    }
+
+    /// Bytes prepared now.
+    pub fn reserve_bytes(&self) -> u64 {
+        u64::from(self.reserve_spans.load(Relaxed)) * SPAN_BYTES as u64
+    }
+
+    /// Prepares one span if the reserve lacks one, or gives one back that is too many; else has some class's pages ahead.
+    /// Returns whether it did any of that.
+    pub fn refill(&self, budget: &Budget) -> Result<bool, StoreError> {
+        let (have, wanted) = (self.reserve_spans.load(Relaxed), self.reserve_wanted.load(Relaxed));
+        if have > wanted
+            && let Some(id) = self.take_prepared()
+        {
+            let span = self.span(id);
+            span.set_touched_pages(SPAN_BYTES / PAGE_SIZE);
+            self.retire(id, span, budget);
+            return Ok(true);
+        }
+        if wanted == 0 {
+            return Ok(false);
+        }
+        if have >= wanted {
+            return Class::all().try_fold(false, |any, class| Ok(any | self.go_ahead(class, budget)?));
+        }
+        budget.try_charge(SPAN_BYTES as u64)?;
+        let taken = self.unused_span(budget);
+        let id = taken.inspect_err(|_| budget.uncharge(SPAN_BYTES as u64))?;
+        self.objects.touch(id as usize * SPAN_BYTES, SPAN_BYTES);
+        budget.touched(SPAN_BYTES as u64);
+        self.put_prepared(id, self.span(id));
+        Ok(true)
+    }
+
+    /// Has the pages ahead of a class. Returns whether some were missing.
+    fn go_ahead(&self, class: Class, budget: &Budget) -> Result<bool, StoreError> {
+        let Some(pages) = self.missing_ahead(class) else { return Ok(false) };
+        budget.try_charge(pages as u64 * PAGE)?;
+        let mut credit = Credit { bytes: pages as u64 * PAGE };
+        let placed = self.place_ahead(class, budget, &mut credit);
+        budget.uncharge(credit.bytes);
+        let Some((location, before, after)) = placed else { return Ok(false) };
+        let start = location.span() as usize * SPAN_BYTES;
+        self.objects.populate(start + before * PAGE_SIZE, (after - before) * PAGE_SIZE);
+        self.free(location, budget);
+        Ok(true)
+    }
+
+    /// How many pages a class lacks, if it is worth a system call.
+    fn missing_ahead(&self, class: Class) -> Option<usize> {
+        let lists = self.lists(class);
+        let (_, has) = self.span_to_grow(&lists, class)?;
+        (has <= AHEAD_PAGES / 2).then_some(AHEAD_PAGES - has)
+    }
+
+    /// The first span of the class that can grow, and how many pages it has ahead of its objects.
+    fn span_to_grow(&self, lists: &super::Lists, class: Class) -> Option<(u32, usize)> {
+        let id = (0..BINS).rev().map(|bin| lists.bins[bin]).find(|id| *id != NONE)?;
+        let span = self.span(id);
+        let can_grow = span.touched_pages() < pages_for(class.objects(), class);
+        can_grow.then(|| (id, span.touched_pages().saturating_sub(pages_for(span.objects(), class))))
+    }
+
+    /// Takes a position so far on that the pages before it are touched, as the credit allows.
+    fn place_ahead(&self, class: Class, budget: &Budget, credit: &mut Credit) -> Option<(Location, usize, usize)> {
+        let mut lists = self.lists(class);
+        let (id, _) = self.span_to_grow(&lists, class)?;
+        let span = self.span(id);
+        let target = span.touched_pages() + (credit.bytes / PAGE) as usize;
+        let position = (target * PAGE_SIZE / class.slot_bytes()).min(class.objects()).checked_sub(1)?;
+        let placed = span.place_at(position, class)?;
+        Some(self.placed(&mut lists, id, class, placed, budget, credit))
+    }
+
+    /// A span of nobody's, for now of the caller's.
+    fn unused_span(&self, budget: &Budget) -> Result<u32, StoreError> {
+        // Opened before the lock is taken: it is a system call that may take its time.
+        let ahead = (self.source.lock().fresh as usize + 1).min(self.spans_max as usize);
+        self.objects.ensure(ahead * SPAN_BYTES)?;
+        self.descriptors.ensure(ahead * size_of::<Span>())?;
+        let mut source = self.source.lock();
+        let id = source.free;
+        if id != NONE {
+            source.free = self.span(id).next.load(Relaxed);
+            return Ok(id);
+        }
+        let id = source.fresh;
+        if id as usize >= ahead {
+            // Another took it just now; the caller comes again.
+            return Err(StoreError::MemoryRefused { bytes: SPAN_BYTES as u64 });
+        }
+        let pages = ((id as usize + 1) * size_of::<Span>()).div_ceil(PAGE_SIZE) as u64;
+        let new_bytes = pages.saturating_sub(source.descriptor_pages) * PAGE;
+        budget.try_charge(new_bytes)?;
+        budget.touched(new_bytes);
+        source.descriptor_pages = pages;
+        source.fresh = id + 1;
+        Ok(id)
+    }
+
+    /// Whether a span is prepared. It may be taken by another the next moment.
+    pub(super) fn has_reserve(&self) -> bool {
+        self.reserve_spans.load(Relaxed) > 0
+    }
+
+    /// Takes a prepared span, all of whose pages are there and charged.
+    pub(super) fn take_prepared(&self) -> Option<u32> {
+        if !self.has_reserve() {
+            return None;
+        }
+        let mut source = self.source.lock();
+        let id = source.prepared;
+        if id == NONE {
+            return None;
+        }
+        source.prepared = self.span(id).next.load(Relaxed);
+        self.reserve_spans.fetch_sub(1, Relaxed);
+        Some(id)
+    }
+
+    /// Puts an empty span with all its memory into the reserve.
+    pub(super) fn put_prepared(&self, id: u32, span: &Span) {
+        let mut source = self.source.lock();
+        span.next.store(source.prepared, Relaxed);
+        source.prepared = id;
+        self.reserve_spans.fetch_add(1, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::class::Class;
+    use super::*;
+    use crate::budget::Credit;
+
+    const SPAN: u64 = SPAN_BYTES as u64;
+
+    fn arena() -> (Arena, Budget, Credit) {
+        (Arena::reserve(8 * SPAN, false).unwrap(), Budget::new(u64::MAX), Credit::default())
+    }
+
+    #[test]
+    fn what_is_prepared_is_taken_before_memory_is_touched() {
+        let (arena, budget, mut credit) = arena();
+        arena.set_reserve_bytes(2 * SPAN);
+        while arena.refill(&budget).unwrap() {}
+        assert_eq!(arena.reserve_bytes(), 2 * SPAN);
+        let used = budget.used_bytes();
+        // With no credit at all nothing could be touched.
+        let places: Vec<_> = (0..100).map(|_| arena.allocate(Class(9), &budget, &mut credit).unwrap()).collect();
+        assert_eq!((arena.reserve_bytes(), budget.used_bytes()), (SPAN, used));
+        // An emptied span goes back into the reserve, and not to the system.
+        arena.set_reserve_bytes(4 * SPAN);
+        for place in places {
+            arena.free(place, &budget);
+        }
+        arena.retire_kept(&budget);
+        assert_eq!((arena.reserve_bytes(), budget.used_bytes()), (2 * SPAN, used));
+    }
+
+    #[test]
+    fn a_class_in_use_has_pages_ahead_and_keeps_them() {
+        let (arena, budget, mut credit) = arena();
+        let class = Class(9);
+        credit.bytes = 2 * PAGE;
+        budget.charge(2 * PAGE);
+        let first = arena.allocate(class, &budget, &mut credit).unwrap();
+        arena.set_reserve_bytes(SPAN);
+        while arena.refill(&budget).unwrap() {}
+        let ahead = AHEAD_PAGES as u64 - 1;
+        assert!((ahead..=ahead + 1).contains(&((budget.used_bytes() - SPAN) / PAGE - 2)), "{}", budget.used_bytes());
+        assert!(!arena.choose_sparse(), "compaction would give back what is ahead");
+        let used = budget.used_bytes();
+        for _ in 0..AHEAD_PAGES / 2 * PAGE_SIZE / class.slot_bytes() {
+            arena.allocate(class, &budget, &mut credit).unwrap();
+        }
+        assert_eq!((arena.reserve_bytes(), budget.used_bytes()), (SPAN, used));
+        arena.free(first, &budget);
+    }
+
+    #[test]
+    fn a_reserve_stays_within_the_limit_and_the_addresses() {
+        let (arena, budget, _) = arena();
+        budget.set_limit_bytes(SPAN * 5 / 2);
+        arena.set_reserve_bytes(u64::MAX);
+        while arena.refill(&budget).is_ok_and(|more| more) {}
+        assert_eq!(arena.reserve_bytes(), 2 * SPAN);
+        budget.set_limit_bytes(u64::MAX);
+        while arena.refill(&budget).is_ok_and(|more| more) {}
+        assert_eq!(arena.reserve_bytes(), 8 * SPAN);
+        assert_eq!(budget.used_bytes(), 8 * SPAN + PAGE);
+        arena.set_reserve_bytes(SPAN);
+        while arena.refill(&budget).unwrap() {}
+        assert_eq!((arena.reserve_bytes(), budget.used_bytes()), (SPAN, SPAN + PAGE));
+    }
+}
