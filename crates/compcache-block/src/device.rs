@@ -42,13 +42,13 @@ pub trait BlockDevice: Send + Sync {
     fn lane(self: Arc<Self>) -> Result<Box<dyn Lane>, DeviceError>;
 }
 
-/// One thread's way to a device. Offsets and lengths are in bytes, at any alignment; whole blocks are the fast path.
+/// One thread's way to a device; it may be made by another thread. Offsets and lengths are in bytes, at any alignment; whole blocks are the fast path.
 ///
 /// Every method fails with [`DeviceError::BeyondEnd`] before anything is touched (if the device shrinks in that moment, perhaps
 /// after a part), or with what the device says. After any
 /// other error, and after [`Outcome::MustWait`], each block of the range is as it was or as it was asked to be; making the
 /// same request again does all of it.
-pub trait Lane {
+pub trait Lane: Send {
     /// Reads `into.len()` bytes. After an error the buffer holds nothing of value.
     fn read(&mut self, offset_bytes: u64, into: &mut [u8], manner: Manner) -> Result<Outcome, DeviceError>;
 

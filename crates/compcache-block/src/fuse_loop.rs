@@ -5,7 +5,7 @@
 //!          |
 //!     /dev/loopN                          direct I/O, 4096-byte blocks, a cache to flush
 //!          |
-//!     DIR/PID-N/mount/disk                FUSE: nothing is kept here, no lock is held around a request
+//!     DIR/PID-N/mount/disk-RANDOM         FUSE: nothing is kept here, no lock is held around a request
 //!          |    one copy each way, between the pages of whoever asked and a thread's buffer
 //!     thread 0, thread 1, ...             each its own descriptor of /dev/fuse, buffer and Lane
 //!          |         \ MustWait
@@ -52,6 +52,7 @@ mod file;
 mod holders;
 mod lanes;
 mod loop_device;
+mod namespace;
 mod place;
 mod waiting;
 
@@ -70,9 +71,11 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 pub use clean::{Cleaned, clean};
 pub use error::{FuseLoopError, Holder, NotRemoved, Step};
+pub use namespace::own_mounts;
 
 use crate::device::BlockDevice;
 use file::OneFile;
+use lanes::Lanes;
 use loop_device::{CONTROL, LoopDevice};
 use place::Place;
 use waiting::Waiting;
@@ -131,8 +134,7 @@ impl FuseLoop {
         check_privilege()?;
         let fuse = OwnedFd::from(open_node(Path::new(FUSE), "fuse")?);
         let control = open_node(Path::new(CONTROL), "loop")?;
-        // The threads make theirs later, one by one; that the device can be served at all is found out here.
-        drop(device.clone().lane()?);
+        let lanes = Lanes::new(device.clone(), options.threads.get())?;
 
         let place = Place::create(&options.directory)?;
         let waiting = Arc::new(Waiting::new());
@@ -148,10 +150,10 @@ impl FuseLoop {
         let threads = waiting.start(&device, options.waiting_threads.get());
         disk.waiting_threads = threads.map_err(FuseLoopError::at(Step::Thread, &point))??;
         let connection = place.mount(fuse)?;
-        let file = place.file();
+        let (file, name) = (place.file(), place.file_name().to_owned());
         disk.place = Some(place);
 
-        let served = OneFile { device, waiting, uid: getuid().as_raw(), gid: getgid().as_raw() };
+        let served = OneFile { name, lanes, waiting, uid: getuid().as_raw(), gid: getgid().as_raw() };
         let mut config = Config::default();
         config.n_threads = Some(options.threads.get());
         config.clone_fd = true;

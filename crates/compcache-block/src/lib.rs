@@ -52,7 +52,7 @@
 //!
 //! Nothing here is lasting: a disk's contents end with the process. `flush` says so by succeeding at once.
 
-// Lifted for fuse_loop/loop_device.rs, which makes the system calls of loop devices.
+// Lifted for fuse_loop/loop_device.rs, which makes the system calls of loop devices, and fuse_loop/namespace.rs.
 #![deny(unsafe_code)]
 
 mod array;

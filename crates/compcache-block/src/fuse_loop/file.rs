@@ -17,12 +17,9 @@ use fuser::{
 use linux_raw_sys::general::{FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE, FALLOC_FL_ZERO_RANGE, SEEK_DATA, SEEK_HOLE};
 
 use super::REQUEST_BYTES_MAX;
-use super::lanes::with_own;
+use super::lanes::Lanes;
 use super::waiting::{EmptyRequest, Job, Seek, Waiting, done, errno};
-use crate::device::{BLOCK_BYTES, BlockDevice, Manner, Outcome, Zeroes};
-
-/// What the file is called.
-pub(super) const FILE_NAME: &str = "disk";
+use crate::device::{BLOCK_BYTES, Manner, Outcome, Zeroes};
 
 const ROOT: INodeNo = INodeNo(1);
 const FILE: INodeNo = INodeNo(2);
@@ -34,7 +31,9 @@ const REMEMBERED: Duration = Duration::ZERO;
 const IN_FLIGHT_MAX: u16 = 128;
 
 pub(super) struct OneFile {
-    pub device: Arc<dyn BlockDevice>,
+    /// What the file is called.
+    pub name: String,
+    pub lanes: Lanes,
     pub waiting: Arc<Waiting>,
     pub uid: u32,
     pub gid: u32,
@@ -43,7 +42,7 @@ pub(super) struct OneFile {
 impl OneFile {
     fn attr(&self, inode: INodeNo) -> FileAttr {
         let is_file = inode == FILE;
-        let size = if is_file { self.device.size_bytes() } else { 0 };
+        let size = if is_file { self.lanes.device().size_bytes() } else { 0 };
         FileAttr {
             ino: inode,
             size,
@@ -65,7 +64,7 @@ impl OneFile {
 
     /// Serves a request that is answered with nothing.
     fn serve_empty(&self, request: EmptyRequest, reply: ReplyEmpty) {
-        with_own(&self.device, |own| match own {
+        self.lanes.with_own(|own| match own {
             Ok(own) => match request.serve(&mut *own.lane, Manner::AT_ONCE) {
                 Ok(Outcome::Done(())) => reply.ok(),
                 Ok(Outcome::MustWait) => self.waiting.pass_on(own, Job::Empty { request, reply }),
@@ -88,7 +87,7 @@ impl Filesystem for OneFile {
     }
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        if parent == ROOT && name == FILE_NAME {
+        if parent == ROOT && *name == *self.name {
             reply.entry(&REMEMBERED, &self.attr(FILE), Generation(0));
         } else {
             reply.error(Errno::ENOENT);
@@ -115,11 +114,11 @@ impl Filesystem for OneFile {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let length_bytes = clip(offset_bytes, length_bytes.into(), self.device.size_bytes()) as usize;
+        let length_bytes = clip(offset_bytes, length_bytes.into(), self.lanes.device().size_bytes()) as usize;
         if length_bytes == 0 {
             return reply.data(&[]);
         }
-        with_own(&self.device, |own| {
+        self.lanes.with_own(|own| {
             let own = match own {
                 Ok(own) => own,
                 Err(error) => return reply.error(errno(&error)),
@@ -145,7 +144,7 @@ impl Filesystem for OneFile {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        with_own(&self.device, |own| {
+        self.lanes.with_own(|own| {
             let own = match own {
                 Ok(own) => own,
                 Err(error) => return reply.error(errno(&error)),
@@ -182,7 +181,7 @@ impl Filesystem for OneFile {
         mode: i32,
         reply: ReplyEmpty,
     ) {
-        match freeing(offset_bytes, length_bytes, mode, self.device.size_bytes()) {
+        match freeing(offset_bytes, length_bytes, mode, self.lanes.device().size_bytes()) {
             Some(request) => self.serve_empty(request, reply),
             None => reply.error(Errno::EOPNOTSUPP),
         }
@@ -195,8 +194,8 @@ impl Filesystem for OneFile {
             _ => return reply.error(Errno::EINVAL),
         };
         let Ok(offset_bytes) = u64::try_from(offset) else { return reply.error(Errno::ENXIO) };
-        let seek = Seek { offset_bytes, size_bytes: self.device.size_bytes(), for_hole };
-        with_own(&self.device, |own| match own {
+        let seek = Seek { offset_bytes, size_bytes: self.lanes.device().size_bytes(), for_hole };
+        self.lanes.with_own(|own| match own {
             Ok(own) => match seek.serve(&mut *own.lane, Manner::AT_ONCE) {
                 Ok(Outcome::Done(Some(at))) => reply.offset(at as i64),
                 Ok(Outcome::Done(None)) => reply.error(Errno::ENXIO),
@@ -210,7 +209,7 @@ impl Filesystem for OneFile {
     fn statfs(&self, _: &Request, _: INodeNo, reply: ReplyStatfs) {
         // The loop device discards in units of this block size.
         let block = BLOCK_BYTES as u32;
-        reply.statfs(self.device.size_bytes() / BLOCK_BYTES as u64, 0, 0, 1, 0, block, 255, block);
+        reply.statfs(self.lanes.device().size_bytes() / BLOCK_BYTES as u64, 0, 0, 1, 0, block, 255, block);
     }
 
     fn readdir(&self, _: &Request, inode: INodeNo, _: FileHandle, offset: u64, mut reply: ReplyDirectory) {
@@ -218,7 +217,7 @@ impl Filesystem for OneFile {
             return reply.error(Errno::ENOTDIR);
         }
         let names = [(ROOT, FileType::Directory, "."), (ROOT, FileType::Directory, "..")];
-        let names = names.into_iter().chain(iter::once((FILE, FileType::RegularFile, FILE_NAME)));
+        let names = names.into_iter().chain(iter::once((FILE, FileType::RegularFile, &*self.name)));
         for (at, (inode, kind, name)) in names.enumerate().skip(offset as usize) {
             if reply.add(inode, at as u64 + 1, kind, name) {
                 break;

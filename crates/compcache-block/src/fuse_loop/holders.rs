@@ -1,8 +1,9 @@
 //! Who uses a loop device, as far as the system says.
 //!
 //! It is read from `/proc` and `/sys`, and no file that lies on any file system is touched: a look at one whose server is
-//! dead would hang. Mounts in other mount namespaces are not seen.
+//! dead would hang.
 
+use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -20,12 +21,21 @@ pub(super) fn claimed_by(number: u32) -> Option<Holder> {
     if swaps_to(&swaps, number) {
         return Some(Holder::Swap);
     }
-    let mounts = fs::read("/proc/self/mountinfo").unwrap_or_default();
-    if let Some(at) = mounted_at(&mounts, number) {
+    if let Some(at) = mounts_of_all_namespaces().find_map(|mounts| mounted_at(&mounts, number)) {
         return Some(Holder::Mounted { at });
     }
     let mut above = fs::read_dir(format!("/sys/block/loop{number}/holders")).ok()?;
     above.find_map(Result::ok).map(|entry| Holder::Stacked { name: entry.file_name().into() })
+}
+
+/// The tables of mounts of this machine, one for each mount namespace: a server may have its own, and so have containers.
+fn mounts_of_all_namespaces() -> impl Iterator<Item = Vec<u8>> {
+    let mut seen = BTreeSet::new();
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten().map(|process| process.path());
+    processes.filter_map(move |process| {
+        let namespace = fs::read_link(process.join("ns/mnt")).ok()?;
+        seen.insert(namespace).then(|| fs::read(process.join("mountinfo")).ok())?
+    })
 }
 
 /// A process that has loop device `number` open, other than through descriptor `ours` of this one.

@@ -40,7 +40,7 @@ const PAUSE: Duration = Duration::from_millis(5);
 #[derive(Debug)]
 pub(super) struct LoopDevice {
     number: u32,
-    /// The file under it, as the kernel spells it.
+    /// The file under it.
     file: PathBuf,
 }
 
@@ -183,7 +183,8 @@ impl LoopDevice {
 
     /// Whether the device is still over our file.
     fn is_attached(&self) -> bool {
-        attribute(self.number, "backing_file").is_some_and(|file| file == self.file)
+        // Its name is nobody else's; the path before it is gone with the mount, if that was in a namespace of the server's.
+        attribute(self.number, "backing_file").is_some_and(|file| file.file_name() == self.file.file_name())
     }
 }
 

@@ -3,14 +3,19 @@
 //! ```text
 //! /run/compcache-block/            0700; locked for a moment by whoever adds a directory or looks for dead ones
 //!     1234-0/                      0700; of process 1234, its first
-//!         lock                     locked as long as the disk is served: the kernel lets go when the process ends
+//!         lock                     locked as long as the disk is served: the kernel lets go when the process ends; holds
+//!                                  the name of the file below
 //!         mount/                   the FUSE file system, of the type fuse.compcache-block
-//!             disk                 the device, under the loop device
+//!             disk-6b8b4567327b23c6     the device, under the loop device
 //! ```
+//!
+//! The file's name is random, and belongs to no other disk: a server in a mount namespace of its own takes the mount with it when
+//! it is killed, and the loop device that it leaves is known by this name alone.
 
 use std::ffi::CString;
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, ErrorKind};
+use std::hash::{BuildHasher, RandomState};
+use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -25,7 +30,7 @@ use rustix::process::{getgid, getuid};
 
 use super::REQUEST_BYTES_MAX;
 use super::error::{FuseLoopError, Step};
-use super::file::FILE_NAME;
+use super::namespace::cut_in_namespace_of;
 
 /// What the file system is called in the table of mounts.
 pub(super) const FILE_SYSTEM: &str = "fuse.compcache-block";
@@ -36,6 +41,8 @@ const PUT_AWAY: Duration = Duration::from_secs(5);
 /// A directory and its lock. What is left of it when dropped is unmounted and removed as far as that is possible.
 pub(super) struct Place {
     directory: PathBuf,
+    /// What the device is called in the file system.
+    file_name: String,
     /// Held locked. `None` once all is removed.
     lock: Option<File>,
 }
@@ -57,9 +64,11 @@ impl Place {
                 Err(error) => return Err(at(Step::Directory, &directory)(error)),
             }
         };
-        let mut place = Place { directory, lock: None };
-        let made = open_lock(&place.directory).and_then(|lock| {
+        let file_name = format!("disk-{:016x}", RandomState::new().hash_one(&directory));
+        let mut place = Place { directory, file_name, lock: None };
+        let made = open_lock(&place.directory).and_then(|mut lock| {
             flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+            lock.write_all(place.file_name.as_bytes())?;
             DirBuilder::new().mode(0o700).create(place.mount_point())?;
             Ok(lock)
         });
@@ -77,14 +86,16 @@ impl Place {
 
     /// Takes over the directory of a process that ended; `None` if it lives, or if others are at it.
     pub fn take_over(directory: &Path) -> io::Result<Option<Place>> {
-        let lock = open_lock(directory)?;
+        let mut lock = open_lock(directory)?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) if owner_is_dying(directory) => {}
             Err(Errno::WOULDBLOCK) => return Ok(None),
             Err(error) => return Err(error.into()),
         }
-        Ok(Some(Place { directory: directory.to_owned(), lock: Some(lock) }))
+        let mut file_name = String::new();
+        lock.read_to_string(&mut file_name)?;
+        Ok(Some(Place { directory: directory.to_owned(), file_name, lock: Some(lock) }))
     }
 
     /// Where the file system is, or will be, mounted.
@@ -97,9 +108,14 @@ impl Place {
         &self.directory
     }
 
-    /// The served file, by the path the kernel gives for it too.
+    /// The served file. The kernel gives the same path for it, as long as the mount is there.
     pub fn file(&self) -> PathBuf {
-        self.mount_point().join(FILE_NAME)
+        self.mount_point().join(&self.file_name)
+    }
+
+    /// What the served file is called.
+    pub fn file_name(&self) -> &str {
+        &self.file_name
     }
 
     /// Mounts, and returns the connection to serve it through.
@@ -121,8 +137,13 @@ impl Place {
     /// Cuts the connection: requests that wait for an answer fail, and so does every later one. Nothing else ends those
     /// of a server that hangs. The mount stays.
     pub fn cut(&self) {
+        let point = self.mount_point();
         // The kernel cuts the connection first, and then finds that the file system is busy.
-        let _ = unmount(self.mount_point(), UnmountFlags::FORCE);
+        if unmount(&point, UnmountFlags::FORCE) == Err(Errno::INVAL)
+            && let Some(pid) = owner(&self.directory).filter(|pid| *pid != process::id())
+        {
+            cut_in_namespace_of(pid, &point);
+        }
     }
 
     /// Cuts the connection and unmounts, waiting a while for what the kernel still holds; then removes the directory.
@@ -175,15 +196,19 @@ pub(super) fn lock_parent(parent: &Path) -> io::Result<File> {
 }
 
 fn open_lock(directory: &Path) -> io::Result<File> {
-    OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(directory.join("lock"))
+    OpenOptions::new().create(true).truncate(false).read(true).write(true).mode(0o600).open(directory.join("lock"))
 }
 
 /// Whether the process in the directory's name was killed but cannot end, because a thread of it waits for an answer that
 /// it will not give any more. Cutting the connection is what lets it end.
 fn owner_is_dying(directory: &Path) -> bool {
-    let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let Some(pid) = name.split('-').next().and_then(|pid| pid.parse::<u32>().ok()) else { return false };
+    let Some(pid) = owner(directory) else { return false };
     fs::read_to_string(format!("/proc/{pid}/status")).is_ok_and(|status| status_of_dying(&status))
+}
+
+/// The process in the directory's name.
+fn owner(directory: &Path) -> Option<u32> {
+    directory.file_name()?.to_str()?.split('-').next()?.parse().ok()
 }
 
 /// Whether a `/proc/PID/status` is of a process that SIGKILL is sent to, or whose first thread has ended.

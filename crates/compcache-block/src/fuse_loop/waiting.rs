@@ -115,7 +115,7 @@ impl Waiting {
         let mut started = Ok(());
         for number in 0..count {
             let (waiting, device, ready) = (self.clone(), device.clone(), ready.clone());
-            let body = move || match Own::new(&device) {
+            let body = move || match Own::new(&device).inspect(Own::settle) {
                 Ok(mut own) => {
                     let _ = ready.send(Ok(()));
                     drop(ready);

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::Duration;
 
 use compcache_block::Delayed;
-use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, Holder, clean};
+use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, Holder, clean, own_mounts};
 use tempfile::TempDir;
 
 use crate::support::{Aligned, Mounted, assert_nothing_left, can_serve, disk, open_direct, options, run};
@@ -24,6 +24,9 @@ const PARENT: &str = "COMPCACHE_TEST_SERVER";
 /// Set when the server is to do what it must not: wait for itself.
 const WAITS_FOR_ITSELF: &str = "COMPCACHE_TEST_SERVER_WAITS_FOR_ITSELF";
 
+/// Set when the server is to have a mount namespace of its own.
+const OWN_MOUNTS: &str = "COMPCACHE_TEST_SERVER_OWN_MOUNTS";
+
 /// How long a request may take to fail once its server is dead.
 const AT_LAST: Duration = Duration::from_secs(20);
 
@@ -31,6 +34,9 @@ const AT_LAST: Duration = Duration::from_secs(20);
 #[ignore = "the other tests here start it as a process of its own"]
 fn the_server() {
     let parent = PathBuf::from(env::var_os(PARENT).expect("only the other tests here start it"));
+    if env::var_os(OWN_MOUNTS).is_some() {
+        own_mounts().unwrap();
+    }
     // The last block is slow for longer than any test takes.
     let last = (16 << 20) - 4096..16 << 20;
     let device = Delayed::new(disk(16 << 20), last, Duration::from_secs(600));
@@ -51,16 +57,14 @@ struct Server {
 }
 
 impl Server {
-    fn start() -> Server {
-        Server::start_with(&[])
-    }
-
-    fn start_with(environment: &[(&str, &str)]) -> Server {
+    /// Starts one with its own mounts or the machine's, and what else is set.
+    fn start(own_mounts: bool, environment: &[(&str, &str)]) -> Server {
         let parent = TempDir::new().unwrap();
         let mut child = Command::new(env::current_exe().unwrap())
             .args(["--exact", "killed::the_server", "--ignored", "--nocapture"])
             .env(PARENT, parent.path())
             .envs(environment.iter().copied())
+            .envs(own_mounts.then_some((OWN_MOUNTS, "1")))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -113,7 +117,11 @@ fn nobody_hangs_on_a_killed_server_and_cleaning_leaves_nothing() {
     if !can_serve(&[]) {
         return;
     }
-    let mut server = Server::start();
+    [false, true].into_iter().for_each(nobody_hangs);
+}
+
+fn nobody_hangs(own_mounts: bool) {
+    let mut server = Server::start(own_mounts, &[]);
     let hanging = [hang(&server.path, false), hang(&server.path, true)];
     // More of them are in the page cache, and are written when the file is closed.
     let cached = OpenOptions::new().write(true).custom_flags(0).open(&server.path).unwrap();
@@ -141,7 +149,11 @@ fn a_disk_mounted_when_its_server_was_killed_is_cleaned_once_it_is_unmounted() {
     if !can_serve(&["mkfs.ext4", "mount"]) {
         return;
     }
-    let mut server = Server::start();
+    [false, true].into_iter().for_each(mounted);
+}
+
+fn mounted(own_mounts: bool) {
+    let mut server = Server::start(own_mounts, &[]);
     // The file system ends before the block that is slow.
     run("mkfs.ext4", &["-q", server.path.to_str().unwrap(), "8192k"]);
     let at = TempDir::new().unwrap();
@@ -163,7 +175,11 @@ fn a_killed_server_that_waits_for_itself_ends_when_it_is_cleaned_up() {
     if !can_serve(&[]) {
         return;
     }
-    let mut server = Server::start_with(&[(WAITS_FOR_ITSELF, "1")]);
+    [false, true].into_iter().for_each(waits_for_itself);
+}
+
+fn waits_for_itself(own_mounts: bool) {
+    let mut server = Server::start(own_mounts, &[(WAITS_FOR_ITSELF, "1")]);
     thread::sleep(Duration::from_millis(300));
     let alive = clean(server.parent.path()).unwrap();
     assert!(alive.removed.is_empty() && alive.left.is_empty(), "it hangs, but nobody killed it: {alive:?}");
