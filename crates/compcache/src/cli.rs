@@ -34,6 +34,14 @@ pub enum Command {
         #[command(subcommand)]
         command: DiskCommand,
     },
+    /// Give the machine compressed swap, and take it away
+    ///
+    /// Asks the server (`compcache serve`), which keeps what is swapped out in its memory.
+    Swap {
+        /// What to do.
+        #[command(subcommand)]
+        command: SwapCommand,
+    },
     /// The same as `compcache disk list`
     List(ListArgs),
     /// The same as `compcache disk show`
@@ -180,6 +188,15 @@ pub struct CreateArgs {
     #[arg(long, value_name = "KIND")]
     pub mkfs: Option<String>,
 
+    /// Make the server safe to swap to first, for whoever will: its memory locked, a reserve kept. `compcache swap on` does so
+    /// by itself; this is for NBD clients that swap to the disk
+    #[arg(long)]
+    pub for_swap: bool,
+
+    /// With --for-swap: also if the server lacks the capabilities to protect itself (CAP_SYS_RESOURCE)
+    #[arg(long, requires = "for_swap")]
+    pub unprotected: bool,
+
     /// Mount it there; needs --mkfs
     #[arg(long, value_name = "DIR", requires = "mkfs")]
     pub mount: Option<PathBuf>,
@@ -192,6 +209,80 @@ pub struct CreateArgs {
     /// is no password, and nothing is encrypted
     #[arg(long, value_name = "[ADDRESS:]PORT")]
     pub nbd_tcp: Option<TcpAddress>,
+}
+
+/// What can be done with swap.
+#[derive(Subcommand)]
+pub enum SwapCommand {
+    On(SwapOnArgs),
+    Off(SwapOffArgs),
+}
+
+/// Give the machine compressed swap, and print the disk's name and device
+///
+/// Makes a disk, formats it as swap and takes it into use. The server locks its memory before; it needs to run as root.
+/// The size is what can be swapped out; the memory that takes depends on what it is, a third for most programs.
+#[derive(Args)]
+#[command(after_help = SIZE_NOTE)]
+pub struct SwapOnArgs {
+    #[command(flatten)]
+    pub server: ServerArgs,
+
+    /// A name for the disk [default: swap0, swap1 ...]
+    #[arg(long)]
+    pub name: Option<String>,
+
+    /// How much can be swapped out, uncompressed
+    #[arg(long, value_name = "SIZE", default_value = "50%")]
+    pub size: Size,
+
+    /// Limit on the memory it takes; what goes beyond stays in memory, or goes to other swap. 0 is none but the server's
+    /// [default: 0]
+    #[arg(long, value_name = "SIZE")]
+    pub limit: Option<Size>,
+
+    /// lz4 is faster; zstd or zstd:LEVEL makes the pages smaller (levels 1 to 19 and -1 to -7; 1 if none is given)
+    #[arg(long, value_name = "CODEC", default_value = "lz4")]
+    pub codec: Codec,
+
+    /// How the machine gets to it
+    #[arg(long, value_name = "WAY", default_value = "auto")]
+    pub transport: SwapTransport,
+
+    /// Used before other swap of a lower priority
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(0..=32767))]
+    pub priority: u16,
+
+    /// Also if the server lacks the capabilities to protect itself (CAP_SYS_RESOURCE), as in many containers. Fine while it is
+    /// memory cgroups that are short of memory, and not the machine
+    #[arg(long)]
+    pub unprotected: bool,
+}
+
+/// `--transport` of swap.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum SwapTransport {
+    /// The best that this kernel has
+    Auto,
+    /// A loop device over FUSE
+    Loop,
+}
+
+/// Bring back what is swapped out, and end the disk
+///
+/// Refused while memory and other swap have no room for it. It can take a while; interrupted, swap stays on.
+#[derive(Args)]
+pub struct SwapOffArgs {
+    #[command(flatten)]
+    pub server: ServerArgs,
+
+    /// Which disks [default: all that `compcache swap on` made]
+    #[arg(value_name = "NAME")]
+    pub names: Vec<String>,
+
+    /// Also if there is no room: then the kernel may kill programs to make some
+    #[arg(long)]
+    pub force: bool,
 }
 
 /// List the disks

@@ -64,6 +64,12 @@ pub struct Create {
     pub limit_bytes: Option<u64>,
     /// Where it is to be found.
     pub at: At,
+    /// The server shall be safe to swap to before the disk appears.
+    #[serde(default)]
+    pub for_swap: bool,
+    /// As far as the server's privileges allow.
+    #[serde(default)]
+    pub unprotected: bool,
 }
 
 /// How clients get to a disk.
@@ -72,6 +78,8 @@ pub struct Create {
 pub enum At {
     /// A block device where that is possible, else NBD at a Unix socket.
     Auto,
+    /// A block device of any kind, or none.
+    BlockDevice,
     /// A loop device, over a file that is served by FUSE.
     Loop,
     /// NBD at a Unix socket; beside the control socket if none is named.
@@ -119,6 +127,9 @@ pub struct DiskState {
     pub at: String,
     /// As `--codec` spells it.
     pub codec: String,
+    /// Whether it was made to be swapped to.
+    #[serde(default)]
+    pub for_swap: bool,
     /// The store's statistics by their names.
     pub stats: BTreeMap<String, u64>,
     /// How long reads and writes took.
@@ -209,6 +220,8 @@ mod tests {
             codec: "lz4".into(),
             limit_bytes: None,
             at: At::NbdUnix(None),
+            for_swap: true,
+            unprotected: false,
         });
         for request in [create, Request::List, Request::Change(Change { name: "b".into(), ..Change::default() })] {
             assert_eq!(from_line::<Request>(&to_line(request.clone())).unwrap(), request);

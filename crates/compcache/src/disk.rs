@@ -65,6 +65,8 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
         codec: args.codec.to_string(),
         limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes)),
         at,
+        for_swap: args.for_swap,
+        unprotected: args.unprotected,
     };
     let disk = one_disk(&args.server, Request::Create(wanted))?;
     if let Some(kind) = &args.mkfs
@@ -85,14 +87,6 @@ fn file_system(device: &str, kind: &str, mount: Option<&Path>) -> anyhow::Result
     if !device.starts_with("/dev/") {
         bail!("there is no block device to make a file system on, for that needs root, FUSE and loop devices here");
     }
-    let run = |command: &mut Command| {
-        let name = command.get_program().to_string_lossy().into_owned();
-        let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot run {name}"))?;
-        if !output.status.success() {
-            bail!("{name} failed: {}", String::from_utf8_lossy(&output.stderr).trim());
-        }
-        Ok(())
-    };
     // What is discarded on a new disk is nothing.
     let quiet: &[&str] = match kind {
         "ext2" | "ext3" | "ext4" => &["-q", "-E", "nodiscard"],
@@ -103,6 +97,20 @@ fn file_system(device: &str, kind: &str, mount: Option<&Path>) -> anyhow::Result
         Some(directory) => run(Command::new("mount").arg(device).arg(directory)),
         None => Ok(()),
     }
+}
+
+/// Runs a program of the system's, which must succeed.
+pub fn tool(name: &str, arguments: &[&str]) -> anyhow::Result<()> {
+    run(Command::new(name).args(arguments))
+}
+
+fn run(command: &mut Command) -> anyhow::Result<()> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot run {name}"))?;
+    if !output.status.success() {
+        bail!("{name} failed: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(())
 }
 
 fn resize(args: &ResizeArgs) -> anyhow::Result<String> {
@@ -128,28 +136,28 @@ fn plain(args: &NameArgs, request: impl FnOnce(String) -> Request) -> anyhow::Re
     }
 }
 
-fn one_disk(args: &ServerArgs, request: Request) -> anyhow::Result<DiskState> {
+pub fn one_disk(args: &ServerArgs, request: Request) -> anyhow::Result<DiskState> {
     match ask(&server(args)?, request)? {
         Reply::Disk(disk) => Ok(*disk),
         _ => unexpected(),
     }
 }
 
-fn server(args: &ServerArgs) -> anyhow::Result<PathBuf> {
+pub fn server(args: &ServerArgs) -> anyhow::Result<PathBuf> {
     args.socket.clone().map_or_else(default_socket, Ok)
 }
 
-fn unexpected<T>() -> anyhow::Result<T> {
+pub fn unexpected<T>() -> anyhow::Result<T> {
     bail!("the server answered something else than it was asked; is it of another version?")
 }
 
 /// A size typed in per cent or fractions is rounded up to whole blocks.
-fn whole_blocks(bytes: u64) -> u64 {
+pub fn whole_blocks(bytes: u64) -> u64 {
     bytes.next_multiple_of(4096)
 }
 
 /// Zero is no limit, as it is for zram.
-fn limit_bytes(limit: Size, ram_bytes: u64) -> u64 {
+pub fn limit_bytes(limit: Size, ram_bytes: u64) -> u64 {
     match limit.bytes(ram_bytes) {
         0 => u64::MAX,
         bytes => bytes,
@@ -170,7 +178,7 @@ fn json<T: serde::Serialize>(value: &T) -> String {
 }
 
 /// Prints what was asked for. A reader that has seen enough (`| head`) is no failure.
-fn ended(printed: anyhow::Result<String>) -> ExitCode {
+pub fn ended(printed: anyhow::Result<String>) -> ExitCode {
     match printed {
         Ok(text) => match io::stdout().write_all(text.as_bytes()) {
             Err(error) if error.kind() != ErrorKind::BrokenPipe => {

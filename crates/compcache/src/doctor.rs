@@ -116,7 +116,7 @@ impl Facts {
             preload_object: object.as_ref().ok().map(|path| path.display().to_string()),
             run: run_works(&kernel, uffd, object.err()),
             disk: disk_works(),
-            swap: Way::not_in_this_version(),
+            swap: swap_works(disk_works()),
             mount: Way::not_in_this_version(),
             kernel,
         }
@@ -139,6 +139,14 @@ fn disk_works() -> Way {
         (true, false) => Some(format!("over NBD alone: {}", missing.join(", "))),
     };
     Way { works: true, why }
+}
+
+/// Swap needs a disk that is a block device.
+fn swap_works(disk: Way) -> Way {
+    match disk.why {
+        None => Way { works: true, why: None },
+        Some(why) => Way { works: false, why: Some(format!("it needs a block device, and disks work only {why}")) },
+    }
 }
 
 fn run_works(

@@ -12,6 +12,7 @@ mod pages;
 mod run;
 mod serve;
 mod size;
+mod swap;
 
 use std::process::ExitCode;
 
@@ -24,6 +25,7 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(args),
         Command::Serve(args) => serve::serve(&args),
         Command::Disk { command } => disk::disk(command),
+        Command::Swap { command } => swap::swap(command),
         Command::List(args) => disk::list(&args),
         Command::Show(args) => disk::show(&args),
         Command::Doctor(args) => doctor::doctor(&args),

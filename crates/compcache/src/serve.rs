@@ -8,12 +8,14 @@
 //! | main       | sets up, then waits for the signal to end                |
 //! | control    | takes who connects; a thread each for those who ask      |
 //! | compaction | gives memory of half-empty spans back, a step at a time  |
+//! | reserve    | keeps memory at hand while a disk is for swap ([`safe`])  |
 //! | transports | theirs                                                   |
 //!
 //! Locks: the disks' names are under one lock ([`disks`]), held while a disk is made, changed or ended, never while one
 //! serves a request.
 
 mod disks;
+mod safe;
 mod wire;
 
 use std::path::{PathBuf, absolute};
@@ -37,6 +39,7 @@ use crate::control::{Control, default_socket};
 use crate::kernel::{clock_ns, ram_bytes};
 use crate::run::{STATUS_FAILED, say};
 use crate::serve::disks::Disks;
+use crate::serve::safe::Safety;
 use crate::size::Shown;
 
 /// Between two looks at whether there is something to compact.
@@ -61,6 +64,8 @@ pub fn serve(args: &ServeArgs) -> ExitCode {
 fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
     // First of all: a signal from here on ends us in order.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGQUIT]).context("cannot wait for signals")?;
+    // And before there is any other thread.
+    let safety = Safety::at_start();
     allow_many_descriptors();
     let limit_bytes = limit_bytes(args)?;
     // Fragments and the tails of spans take addresses, too.
@@ -74,7 +79,7 @@ fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
     let socket = control.path().context("the socket that was handed over has no name")?;
     clean_up_after_the_dead();
     let directory = socket.parent().map_or_else(PathBuf::new, Into::into);
-    let disks = Arc::new(Disks::new(store.clone(), directory));
+    let disks = Arc::new(Disks::new(store.clone(), directory, safety));
     start_compaction(store)?;
     control.answer(disks.clone())?;
     // Nobody listens where no service manager is; nothing depends on it.

@@ -118,21 +118,28 @@ impl Arena {
 
     /// A span of nobody's, for now of the caller's.
     fn unused_span(&self, budget: &Budget) -> Result<u32, StoreError> {
-        // Opened before the lock is taken: it is a system call that may take its time.
-        let ahead = (self.source.lock().fresh as usize + 1).min(self.spans_max as usize);
-        self.objects.ensure(ahead * SPAN_BYTES)?;
-        self.descriptors.ensure(ahead * size_of::<Span>())?;
-        let mut source = self.source.lock();
-        let id = source.free;
-        if id != NONE {
-            source.free = self.span(id).next.load(Relaxed);
-            return Ok(id);
-        }
-        let id = source.fresh;
-        if id as usize >= ahead {
-            // Another took it just now; the caller comes again.
-            return Err(StoreError::MemoryRefused { bytes: SPAN_BYTES as u64 });
-        }
+        let (mut source, id) = loop {
+            // Opened before the lock is taken: it is a system call that may take its time.
+            let ahead = self.source.lock().fresh + 1;
+            if ahead <= self.spans_max {
+                self.objects.ensure(ahead as usize * SPAN_BYTES)?;
+                self.descriptors.ensure(ahead as usize * size_of::<Span>())?;
+            }
+            let mut source = self.source.lock();
+            let id = source.free;
+            if id != NONE {
+                source.free = self.span(id).next.load(Relaxed);
+                return Ok(id);
+            }
+            if source.fresh == self.spans_max {
+                return Err(StoreError::MemoryRefused { bytes: SPAN_BYTES as u64 });
+            }
+            // Else another took that one just now.
+            if source.fresh < ahead {
+                let id = source.fresh;
+                break (source, id);
+            }
+        };
         let pages = ((id as usize + 1) * size_of::<Span>()).div_ceil(PAGE_SIZE) as u64;
         let new_bytes = pages.saturating_sub(source.descriptor_pages) * PAGE;
         budget.try_charge(new_bytes)?;

@@ -103,6 +103,7 @@ mod tests {
             name: "a".into(),
             at: at.into(),
             codec: "lz4".into(),
+            for_swap: false,
             stats: stats.iter().map(|&(name, value)| (name.to_owned(), value)).collect(),
             latency: Default::default(),
         }

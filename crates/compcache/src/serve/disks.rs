@@ -6,11 +6,12 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, anyhow, bail};
-use compcache_block::{BlockDevice, Disk};
+use compcache_block::{BLOCK_BYTES, BlockDevice, Disk};
 use compcache_store::{LatencySnapshot, PoolConfig, Store, TABLE};
 
 use crate::cli::Codec;
 use crate::control::{Change, Create, DiskState, Durations, Latencies, Reply, Request, Served};
+use crate::serve::safe::Safety;
 use crate::serve::wire::Wire;
 
 const NAME_BYTES_MAX: usize = 32;
@@ -21,6 +22,7 @@ pub struct Disks {
     /// Where the sockets of disks are made that ask for no other place.
     directory: PathBuf,
     disks: Mutex<Named>,
+    safety: Safety,
 }
 
 #[derive(Default)]
@@ -35,12 +37,13 @@ struct Attached {
     disk: Arc<Disk>,
     codec: Codec,
     wire: Wire,
+    for_swap: bool,
 }
 
 impl Disks {
     /// No disks yet.
-    pub fn new(store: Arc<Store>, directory: PathBuf) -> Self {
-        Self { store, directory, disks: Mutex::default() }
+    pub fn new(store: Arc<Store>, directory: PathBuf, safety: Safety) -> Self {
+        Self { store, directory, disks: Mutex::default(), safety }
     }
 
     /// Ends every disk, and lets no more be made.
@@ -86,8 +89,13 @@ impl Disks {
         let limit_bytes = wanted.limit_bytes.unwrap_or(u64::MAX);
         let pool = self.store.create_pool(PoolConfig { codec: codec.of_store(), limit_bytes })?;
         let disk = Arc::new(Disk::new(pool, wanted.size_bytes)?);
+        if wanted.for_swap {
+            let pages = wanted.size_bytes / BLOCK_BYTES as u64;
+            self.safety.make_safe(&self.store, disk.pool(), pages, wanted.unprotected)?;
+        }
         let wire = Wire::start(&name, disk.clone(), &wanted.at, &self.directory)?;
-        Ok(place.insert(Attached { disk, codec, wire }).state(&name))
+        self.safety.settle(&self.store);
+        Ok(place.insert(Attached { disk, codec, wire, for_swap: wanted.for_swap }).state(&name))
     }
 
     fn list(&self) -> Vec<DiskState> {
@@ -160,6 +168,9 @@ impl Attached {
         if size_bytes < self.disk.size_bytes() {
             self.must_be_free(name)?;
         }
+        if self.for_swap && size_bytes > self.disk.size_bytes() {
+            self.disk.pool().prepare(size_bytes / BLOCK_BYTES as u64)?;
+        }
         self.disk.resize(size_bytes)?;
         self.wire.resized()
     }
@@ -171,6 +182,7 @@ impl Attached {
             name: name.to_owned(),
             at: self.wire.at(),
             codec: self.codec.to_string(),
+            for_swap: self.for_swap,
             stats: TABLE.iter().map(|stat| (stat.name.to_owned(), (stat.value)(&stats))).collect(),
             latency: Latencies { reads: durations(&latency.reads), writes: durations(&latency.writes) },
         }

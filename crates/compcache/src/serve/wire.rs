@@ -38,7 +38,7 @@ impl Wire {
     pub fn start(name: &str, disk: Arc<Disk>, at: &At, directory: &Path) -> anyhow::Result<Self> {
         let beside_us = || directory.join(format!("{name}.nbd"));
         let listen = match at {
-            At::Loop => return Ok(Wire::Loop(FuseLoop::serve(disk, &FuseLoopOptions::default())?)),
+            At::Loop | At::BlockDevice => return Ok(Wire::Loop(FuseLoop::serve(disk, &FuseLoopOptions::default())?)),
             At::Auto => match FuseLoop::serve(disk.clone(), &FuseLoopOptions::default()) {
                 Ok(served) => return Ok(Wire::Loop(served)),
                 Err(error @ FuseLoopError::Device(_)) => return Err(error.into()),

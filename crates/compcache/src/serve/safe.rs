@@ -1,0 +1,210 @@
+//! What makes the server safe to swap to.
+//!
+//! A machine that swaps is short of memory. Whoever takes its pages then must not wait for memory that only the taking of
+//! pages frees, nor be thrown out himself:
+//!
+//! | danger                                               | what is done                                        | when            |
+//! |------------------------------------------------------|-----------------------------------------------------|-----------------|
+//! | a thread looks for memory and waits for pages to be written, to us | all threads are I/O flushers (`PR_SET_IO_FLUSHER`) | at the start |
+//! | the end of the server unmounts what lies on its disks | a mount namespace of its own                        | at the start    |
+//! | the server's own pages are dropped or swapped        | all of it is populated and locked (`mlockall`)      | the first swap disk |
+//! | the machine is out of memory and something is killed | never the server (`oom_score_adj` -1000)            | the first swap disk |
+//! | a page comes in and needs memory to be kept in       | the store has a reserve, refilled by a thread that serves nothing | the first swap disk |
+//! | a table of the pool must grow                        | the tables of the whole disk are there              | each swap disk  |
+//!
+//! Threads inherit the first two, so they are done before there are any. All of it needs root; without, disks are served
+//! and swap is refused. Root in a container often lacks CAP_SYS_RESOURCE, which the first and the fourth take: then swap is
+//! refused unless it is asked for unprotected. That is fine where memory cgroups are short of memory and the machine is not.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::fs;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use compcache_block::fuse_loop::own_mounts;
+use compcache_store::{Pool, Store};
+use rustix::mm::{Advice, MlockAllFlags, madvise, mlockall};
+use rustix::process::configure_io_flusher_behavior;
+
+use crate::kernel::ram_bytes;
+
+/// The reserve is so large a share of the RAM, within bounds: what a machine swaps out while the reserve's thread sleeps,
+/// and some more.
+const RESERVE_SHARE: u64 = 64;
+const RESERVE_BYTES: Range<u64> = 8 << 20..64 << 20;
+
+/// Between two looks at the reserve: when it was used a moment ago, and else.
+const PAUSE_BUSY: Duration = Duration::from_millis(2);
+const PAUSE_IDLE: Duration = Duration::from_millis(20);
+/// After the system or the limit refused memory.
+const PAUSE_REFUSED: Duration = Duration::from_millis(50);
+
+/// Mappings larger than this are populated at their ends alone: a stack is used from its end, a buffer from its start.
+const WHOLE_BYTES: usize = 3 << 19;
+const END_BYTES: usize = 256 << 10;
+
+const OOM_NEVER: &str = "-1000";
+
+/// What has been done, and why some of it could not be.
+pub struct Safety {
+    /// What is missing of what threads inherit, in words.
+    lacks: Vec<String>,
+    done: Mutex<bool>,
+}
+
+impl Safety {
+    /// Does what threads inherit. To be called before there are any.
+    pub fn at_start() -> Safety {
+        let mut lacks = Vec::new();
+        if let Err(error) = configure_io_flusher_behavior(true) {
+            lacks.push(format!("it cannot mark its threads as I/O flushers (CAP_SYS_RESOURCE, Linux 5.6): {error}"));
+        }
+        if let Err(error) = own_mounts() {
+            lacks.push(format!("it cannot have a mount namespace of its own (CAP_SYS_ADMIN): {error}"));
+        }
+        Safety { lacks, done: Mutex::new(false) }
+    }
+
+    /// Makes the process, the store and `pool`, which will have `pages` pages, fit for swap. What was done for one disk holds
+    /// for all later ones. With `unprotected`, what takes CAP_SYS_RESOURCE may be lacking.
+    ///
+    /// # Errors
+    /// It cannot be done; the server may be locked in memory nevertheless.
+    pub fn make_safe(&self, store: &Arc<Store>, pool: &Pool, pages: u64, unprotected: bool) -> anyhow::Result<()> {
+        let mut lacks = self.lacks.clone();
+        // Harmless where it turns out to be in vain.
+        if let Err(error) = fs::write("/proc/self/oom_score_adj", OOM_NEVER) {
+            lacks.push(format!(
+                "it cannot keep itself from being killed when memory is out (CAP_SYS_RESOURCE): {error}"
+            ));
+        }
+        if !lacks.is_empty() && !unprotected {
+            bail!(
+                "the server is not safe to swap to: {}; run `compcache serve` as root with these capabilities, or add --unprotected \
+                 where only memory cgroups will be short of memory",
+                lacks.join("; ")
+            );
+        }
+        let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*done {
+            // What is mapped from here on is locked as it is touched. Not all of it at once: the store maps far more than it uses.
+            mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)
+                .context("the server cannot lock its memory, as it must for swap (CAP_IPC_LOCK)")?;
+            let reserve_bytes = (ram_bytes() / RESERVE_SHARE).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end);
+            store.set_reserve_bytes(reserve_bytes);
+            start_refilling(store.clone())?;
+            *done = true;
+        }
+        while store.refill().context("there is no memory for the reserve that swap needs")? {}
+        pool.prepare(pages).context("there is no memory for the tables of the disk")?;
+        Ok(())
+    }
+
+    /// Has the system give the memory of what was mapped since: stacks and buffers of threads that were started.
+    pub fn settle(&self, store: &Store) {
+        if *self.done.lock().unwrap_or_else(PoisonError::into_inner) {
+            populate(store);
+        }
+    }
+}
+
+/// Refills the reserve, off the path of those who use it.
+fn start_refilling(store: Arc<Store>) -> anyhow::Result<()> {
+    let refill = move || {
+        let mut pause = PAUSE_IDLE;
+        loop {
+            match store.refill() {
+                // One unit after the other while some are missing.
+                Ok(true) => pause = PAUSE_BUSY,
+                Ok(false) => {
+                    thread::sleep(pause);
+                    pause = PAUSE_IDLE;
+                }
+                Err(_) => thread::sleep(PAUSE_REFUSED),
+            }
+        }
+    };
+    let thread = thread::Builder::new().name("reserve".into()).spawn(refill);
+    thread.map(drop).context("cannot start the thread that refills the reserve")
+}
+
+/// Asks for the memory of all that is mapped, but for the store, which has its reserve.
+fn populate(store: &Store) {
+    let own = store.memory_ranges().map(|(start, length)| start..start + length);
+    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    for mapping in maps.lines().filter_map(Mapping::parse) {
+        if own.iter().any(|range| range.contains(&mapping.range.start)) {
+            continue;
+        }
+        let advice = if mapping.writable { Advice::LinuxPopulateWrite } else { Advice::LinuxPopulateRead };
+        for part in mapping.parts() {
+            // SAFETY: populating changes no content and frees nothing, whatever is mapped there by now. Kernels before 5.14
+            // refuse, and what cannot be had is not: then it comes as it is touched.
+            let _ = unsafe { madvise(part.start as *mut c_void, part.len(), advice) };
+        }
+    }
+}
+
+/// A line of `/proc/self/maps`.
+#[derive(Debug, PartialEq)]
+struct Mapping {
+    range: Range<usize>,
+    writable: bool,
+    of_file: bool,
+}
+
+impl Mapping {
+    /// `None` for what cannot be read and what is the kernel's.
+    fn parse(line: &str) -> Option<Mapping> {
+        let mut words = line.split_ascii_whitespace();
+        let (start, end) = words.next()?.split_once('-')?;
+        let (access, name) = (words.next()?, words.nth(3).unwrap_or_default());
+        let address = |text| usize::from_str_radix(text, 16).ok();
+        let range = address(start)?..address(end)?;
+        let usual = access.starts_with('r') && access.ends_with('p') && !name.starts_with("[v");
+        usual.then(|| Mapping { range, writable: access.as_bytes()[1] == b'w', of_file: name.starts_with('/') })
+    }
+
+    fn parts(&self) -> Vec<Range<usize>> {
+        if self.of_file || self.range.len() <= WHOLE_BYTES {
+            return vec![self.range.clone()];
+        }
+        vec![self.range.start..self.range.start + END_BYTES, self.range.end - END_BYTES..self.range.end]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mappings_are_told_apart() {
+        let text = "55d0a000-55d0b000 r-xp 00001000 fe:01 1234   /usr/bin/compcache";
+        assert_eq!(
+            Mapping::parse(text),
+            Some(Mapping { range: 0x55d0a000..0x55d0b000, writable: false, of_file: true })
+        );
+        let stack = Mapping::parse("7f0000000000-7f0000200000 rw-p 00000000 00:00 0").unwrap();
+        assert!(stack.writable && !stack.of_file);
+        assert_eq!(stack.parts(), [0x7f0000000000..0x7f0000040000, 0x7f00001c0000..0x7f0000200000]);
+        for other in [
+            "7f0000000000-7f0000200000 ---p 00000000 00:00 0",
+            "7f0000000000-7f0000200000 rw-s 00000000 00:01 5 /dev/zero",
+            "7ffc00000000-7ffc00004000 r--p 00000000 00:00 0 [vvar]",
+            "",
+        ] {
+            assert_eq!(Mapping::parse(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn what_this_process_maps_can_be_populated() {
+        let store = Store::new(compcache_store::StoreConfig::default()).unwrap();
+        populate(&store);
+        assert_eq!(store.mem_used_total_bytes(), 0);
+    }
+}

@@ -1,0 +1,177 @@
+//! `compcache swap`: a disk of the server's as the machine's swap.
+//!
+//! On: the server makes itself safe to swap to and makes the disk; here it is formatted and taken into use, with discards,
+//! so that the memory of pages that the machine has done with comes back. Off: the other way round, and only if there is
+//! room for what is swapped out.
+
+use std::fs;
+use std::process::ExitCode;
+
+use anyhow::{Context, anyhow, bail};
+
+use crate::cli::{SwapCommand, SwapOffArgs, SwapOnArgs, SwapTransport};
+use crate::control::{At, Create, DiskState, Reply, Request, ask};
+use crate::disk::{ended, limit_bytes, one_disk, server, tool, unexpected, whole_blocks};
+use crate::kernel::{ram_bytes, setting};
+use crate::run::say;
+use crate::size::Shown;
+
+/// The kernel reads a page of its own for each it swaps in, if this is 0: nothing is gained by reading neighbours of a disk
+/// that seeks in no time.
+const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
+
+/// Does what was asked.
+pub fn swap(command: SwapCommand) -> ExitCode {
+    match command {
+        SwapCommand::On(args) => ended(on(args)),
+        SwapCommand::Off(args) => ended(off(&args)),
+    }
+}
+
+fn on(args: SwapOnArgs) -> anyhow::Result<String> {
+    let ram_bytes = ram_bytes();
+    let socket = server(&args.server)?;
+    let name = match args.name {
+        Some(name) => name,
+        None => free_name(&disks(&socket)?),
+    };
+    let wanted = Create {
+        name: Some(name.clone()),
+        size_bytes: whole_blocks(args.size.bytes(ram_bytes)),
+        codec: args.codec.to_string(),
+        limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes)),
+        at: match args.transport {
+            SwapTransport::Auto => At::BlockDevice,
+            SwapTransport::Loop => At::Loop,
+        },
+        for_swap: true,
+        unprotected: args.unprotected,
+    };
+    let disk = one_disk(&args.server, Request::Create(wanted)).context("swap stays as it was")?;
+    let started = tool("mkswap", &["-L", "compcache", &disk.at])
+        .and_then(|()| tool("swapon", &["--discard=pages", "--priority", &args.priority.to_string(), &disk.at]));
+    if let Err(error) = started {
+        return match ask(&socket, Request::Remove { name: name.clone(), force: true }) {
+            Ok(_) => Err(error.context("swap stays as it was")),
+            Err(left) => Err(anyhow!("{error:#}; disk {name} stays, for {left:#}")),
+        };
+    }
+    if setting(PAGE_CLUSTER).is_some_and(|value| value != "0") {
+        say(&format!(
+            "compcache: the kernel reads several pages for each it needs ({PAGE_CLUSTER}); on compressed memory that is \
+             seldom worth it: sysctl vm.page-cluster=0\n"
+        ));
+    }
+    Ok(format!("{} {}\n", disk.name, disk.at))
+}
+
+fn off(args: &SwapOffArgs) -> anyhow::Result<String> {
+    let socket = server(&args.server)?;
+    let all = disks(&socket)?;
+    let chosen: Vec<_> = match args.names.is_empty() {
+        true => all.iter().filter(|disk| disk.for_swap && disk.at.starts_with("/dev/")).collect(),
+        false => args.names.iter().map(|name| by_name(&all, name)).collect::<anyhow::Result<_>>()?,
+    };
+    if chosen.is_empty() {
+        bail!("there is no disk that swap is on; `compcache list` shows which disks there are");
+    }
+    for disk in chosen {
+        if let Some(used_bytes) = used_bytes(&read("/proc/swaps")?, &disk.at) {
+            if !args.force {
+                must_fit(&disk.name, used_bytes, &disk.at)?;
+            }
+            tool("swapoff", &[&disk.at])
+                .with_context(|| format!("swap stays on disk {}; what was brought back is in memory", disk.name))?;
+        }
+        match ask(&socket, Request::Remove { name: disk.name.clone(), force: false })? {
+            Reply::Done => {}
+            _ => return unexpected(),
+        }
+    }
+    Ok(String::new())
+}
+
+/// Refuses where the memory that is free would not hold what is swapped out. What is compressed of it is still held while
+/// the last page is brought back.
+fn must_fit(name: &str, used_bytes: u64, at: &str) -> anyhow::Result<()> {
+    let available_bytes =
+        available_bytes(&read("/proc/meminfo")?).context("/proc/meminfo does not say what is available")?;
+    let elsewhere_bytes = free_elsewhere_bytes(&read("/proc/swaps")?, at);
+    if used_bytes <= available_bytes + elsewhere_bytes {
+        return Ok(());
+    }
+    bail!(
+        "swap stays on disk {name}: {} are swapped out to it, and there is room for {} ({} of memory, {} of other swap); end some \
+         programs first, or try it all the same with --force: then the kernel may end some",
+        Shown(used_bytes),
+        Shown(available_bytes + elsewhere_bytes),
+        Shown(available_bytes),
+        Shown(elsewhere_bytes),
+    )
+}
+
+fn disks(socket: &std::path::Path) -> anyhow::Result<Vec<DiskState>> {
+    match ask(socket, Request::List)? {
+        Reply::Disks(disks) => Ok(disks),
+        _ => unexpected(),
+    }
+}
+
+fn by_name<'d>(disks: &'d [DiskState], name: &str) -> anyhow::Result<&'d DiskState> {
+    let disk = disks.iter().find(|disk| disk.name == name);
+    let disk = disk.ok_or_else(|| anyhow!("there is no disk called {name}; `compcache list` shows which there are"))?;
+    if !disk.for_swap || !disk.at.starts_with("/dev/") {
+        bail!("disk {name} was not made by `compcache swap on`");
+    }
+    Ok(disk)
+}
+
+fn free_name(disks: &[DiskState]) -> String {
+    let is_free = |name: &String| disks.iter().all(|disk| disk.name != *name);
+    (0..).map(|nth| format!("swap{nth}")).find(is_free).expect("endless")
+}
+
+fn read(path: &str) -> anyhow::Result<String> {
+    fs::read_to_string(path).with_context(|| format!("cannot read {path}"))
+}
+
+/// Device, size and use of each line of `/proc/swaps`, in bytes.
+fn swaps(table: &str) -> impl Iterator<Item = (&str, u64, u64)> {
+    table.lines().skip(1).filter_map(|line| {
+        let words: Vec<_> = line.split_ascii_whitespace().collect();
+        let kib = |at: usize| words.get(at)?.parse::<u64>().ok();
+        Some((words[0], kib(2)? << 10, kib(3)? << 10))
+    })
+}
+
+/// What is swapped out to a device; `None` if it is no swap.
+fn used_bytes(table: &str, device: &str) -> Option<u64> {
+    swaps(table).find(|(path, ..)| *path == device).map(|(.., used)| used)
+}
+
+/// What other swap could take.
+fn free_elsewhere_bytes(table: &str, device: &str) -> u64 {
+    swaps(table).filter(|(path, ..)| *path != device).map(|(_, size, used)| size.saturating_sub(used)).sum()
+}
+
+fn available_bytes(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.split_ascii_whitespace().next()?.parse::<u64>().ok()? << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_swapped_out_is_read_off_the_kernels_tables() {
+        let table = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n\
+                     /dev/loop7                              partition\t1048572\t\t5120\t\t100\n\
+                     /swapfile                               file\t\t2000\t\t500\t\t-2\n";
+        assert_eq!(used_bytes(table, "/dev/loop7"), Some(5120 << 10));
+        assert_eq!(used_bytes(table, "/dev/loop70"), None);
+        assert_eq!(free_elsewhere_bytes(table, "/dev/loop7"), 1500 << 10);
+        assert_eq!(available_bytes("MemTotal: 9 kB\nMemAvailable:    1234 kB\n"), Some(1234 << 10));
+        assert_eq!(available_bytes("MemTotal: 9 kB\n"), None);
+    }
+}
