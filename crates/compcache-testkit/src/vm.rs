@@ -126,12 +126,17 @@ impl Vm {
         Ok(())
     }
 
-    /// Adds a program under another name, with all libraries it is linked with.
+    /// Adds a program under another name, with all libraries it is linked with, but without what only debuggers read: the
+    /// machine holds its files in memory.
     ///
     /// # Errors
     /// A file cannot be read.
     pub fn program(&mut self, host: &Path, guest: &str) -> io::Result<()> {
-        self.file(host, guest)?;
+        let stripped = tempfile::NamedTempFile::new()?;
+        let strip = Command::new("strip").arg("-o").arg(stripped.path()).arg(host).stderr(Stdio::null()).status();
+        // A script, or no binutils: as it is.
+        let usable = strip.is_ok_and(|status| status.success());
+        self.file(if usable { stripped.path() } else { host }, guest)?;
         let listed = Command::new("ldd").arg(host).output()?;
         let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
         for library in listed.split_whitespace().filter(|word| word.starts_with('/')) {
@@ -140,7 +145,11 @@ impl Vm {
         Ok(())
     }
 
-    fn file(&mut self, host: &Path, guest: &str) -> io::Result<()> {
+    /// Adds a file, which can be executed.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn file(&mut self, host: &Path, guest: &str) -> io::Result<()> {
         if self.known.insert(guest.to_owned()) {
             self.directories_of(guest)?;
             self.entry(guest, FILE, &fs::read(host)?)?;
@@ -192,7 +201,7 @@ impl Vm {
             .arg(&self.kernel.image)
             .arg("-initrd")
             .arg(&disk)
-            .args(["-append", "console=ttyS0 quiet panic=-1"])
+            .args(["-append", "console=ttyS0 quiet panic=-1 rootfstype=ramfs"])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()?;

@@ -30,4 +30,5 @@ mod memory_tester;
 mod old_kernel;
 mod real_programs;
 mod support;
+mod swap;
 mod traps;

@@ -4,7 +4,7 @@ mod build;
 mod diagnose;
 mod run;
 
-pub use build::{memory_tester, preload, trap_program};
+pub use build::{memory_tester, preload, release_binary, trap_program};
 pub use run::{Cap, Outcome, Program, Running, Way, alone, beside_others, sample_until, ways};
 
 use std::path::PathBuf;

@@ -21,6 +21,11 @@ pub fn memory_tester() -> &'static Path {
     TESTER.get_or_init(|| cargo_builds(&["-p", "compcache-testkit", "--bin", "memory-tester"], "memory-tester"))
 }
 
+/// A program of one of our packages, as people build it.
+pub fn release_binary(package: &str, name: &str) -> PathBuf {
+    cargo_builds(&["-p", package, "--bin", name], name)
+}
+
 /// The build directory that this test was built in.
 fn target_dir() -> PathBuf {
     let executable = Path::new(env!("CARGO_BIN_EXE_compcache"));
