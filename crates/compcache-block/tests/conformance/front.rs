@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use compcache_block::nbd::{Export, Listen, NbdServer};
-use compcache_block::{BlockDevice, Extent, Lane, Manner, Outcome, Zeroes};
+use compcache_block::{BlockDevice, Extent, Lane, Manner, Outcome, Request, Zeroes};
+use compcache_testkit::features::Feature;
 use tempfile::TempDir;
 
 use crate::client::{self, Client};
@@ -22,10 +23,29 @@ pub trait Talk {
     fn extents(&mut self, offset: u64, length: u64) -> Option<Result<Vec<(u64, bool)>, i32>>;
 }
 
+/// A request that a client makes, as far as errors differ by it.
+#[derive(Clone, Copy)]
+pub struct Asked {
+    pub request: Request,
+    pub whole_blocks: bool,
+}
+
 /// A device that is being served.
 pub trait Front: Send + Sync + Sized {
+    /// What serving one takes.
+    const NEEDS: &'static [Feature] = &[];
+    /// Whether the device is asked once for each request of a client.
+    const ONE_FOR_ONE: bool = true;
+    /// Errors of a device that this way has an answer for.
+    const ERRNOS: &'static [i32] = &[1, 5, 12, 22, 28, 75, 95, 108];
     fn serve(device: Arc<dyn BlockDevice>) -> Self;
     fn talk(&self) -> Box<dyn Talk>;
+    /// Tells whoever does not see it that the device has another size.
+    fn resized(&self) {}
+    /// What a client is told when the device fails with `errno`.
+    fn told(_asked: Asked, errno: i32) -> i32 {
+        errno
+    }
 }
 
 /// Lanes, without a transport.

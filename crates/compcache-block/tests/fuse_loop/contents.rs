@@ -1,6 +1,6 @@
 //! What is written is read, what is discarded is gone, what fails says so, what is slow is slow alone.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -8,77 +8,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use compcache_block::{BLOCK_BYTES, BlockDevice, Delayed, Fault, Faulty, Request};
-use compcache_testkit::seed::Seed;
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 
 use crate::allocations::Spied;
 use crate::support::{Aligned, Served, can_serve, disk, fill_run, run};
 
 const MIB: u64 = 1 << 20;
-const RUN_BLOCKS: usize = 512;
-
-/// One thread's blocks, changed at random and compared with the model.
-fn exercise(file: &File, first: u64, blocks: usize, rng: &mut fastrand::Rng, steps: usize) -> Vec<u32> {
-    let mut model = vec![0u32; blocks];
-    let mut bytes = Aligned::new(RUN_BLOCKS * BLOCK_BYTES);
-    let mut expected = vec![0; RUN_BLOCKS * BLOCK_BYTES];
-    for step in 1..=steps as u32 {
-        // Mostly single blocks; sometimes more than a request of FUSE's holds.
-        let longest = if rng.u8(..) < 16 { RUN_BLOCKS } else { 8 };
-        let at = rng.usize(..blocks);
-        let count = rng.usize(1..=longest.min(blocks - at));
-        let (block, length) = (first + at as u64, count * BLOCK_BYTES);
-        let offset = block * BLOCK_BYTES as u64;
-        match rng.u8(..8) {
-            0 => {
-                let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-                fallocate(file, hole, offset, length as u64).unwrap();
-                model[at..at + count].fill(0);
-            }
-            1..4 => {
-                fill_run(&mut bytes.get()[..length], block, step);
-                file.write_all_at(&bytes.get()[..length], offset).unwrap();
-                model[at..at + count].fill(step);
-            }
-            _ => {
-                file.read_exact_at(&mut bytes.get()[..length], offset).unwrap();
-                for (one, generation) in model[at..at + count].iter().enumerate() {
-                    let place = one * BLOCK_BYTES..(one + 1) * BLOCK_BYTES;
-                    fill_run(&mut expected[place], block + one as u64, *generation);
-                }
-                assert!(bytes.get()[..length] == expected[..length], "blocks {block}..+{count} in step {step}");
-            }
-        }
-    }
-    model
-}
-
-#[test]
-fn many_at_once_read_what_they_wrote_by_direct_io() {
-    if !can_serve(&[]) {
-        return;
-    }
-    const THREADS: u64 = 4;
-    const BLOCKS: usize = 2048;
-    let seed = Seed::for_test("many_at_once_read_what_they_wrote_by_direct_io");
-    let served = Served::new(disk(THREADS * BLOCKS as u64 * BLOCK_BYTES as u64));
-    let models: Vec<Vec<u32>> = thread::scope(|scope| {
-        let work = |number: u64| {
-            let (file, mut rng) = (served.open(), seed.part(number).rng());
-            move || exercise(&file, number * BLOCKS as u64, BLOCKS, &mut rng, 1500)
-        };
-        let threads: Vec<_> = (0..THREADS).map(|number| scope.spawn(work(number))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    });
-    let (file, mut bytes, mut expected) = (served.open(), Aligned::new(BLOCK_BYTES), vec![0; BLOCK_BYTES]);
-    for (block, generation) in models.into_iter().flatten().enumerate() {
-        file.read_exact_at(bytes.get(), (block * BLOCK_BYTES) as u64).unwrap();
-        fill_run(&mut expected, block as u64, generation);
-        assert!(*bytes.get() == *expected, "block {block} is not of generation {generation}");
-    }
-    drop(file);
-    served.remove();
-}
 
 #[test]
 fn discarded_and_zeroed_blocks_free_their_memory_at_once() {
@@ -162,7 +97,7 @@ fn a_flush_reaches_the_device_and_so_does_forced_unit_access() {
 }
 
 #[test]
-fn errors_of_the_device_arrive() {
+fn errors_of_the_device_arrive_at_the_served_file_as_they_are() {
     if !can_serve(&[]) {
         return;
     }
@@ -170,7 +105,6 @@ fn errors_of_the_device_arrive() {
     let fault = |request, block, errno| Fault { request, offsets_bytes: at(block), one_in: 1, errno };
     const ENOSPC: i32 = 28;
     const EDQUOT: i32 = 122;
-    const EIO: i32 = 5;
     let faults = vec![
         fault(Request::Write, 1, ENOSPC),
         fault(Request::Read, 2, EDQUOT),
@@ -181,14 +115,6 @@ fn errors_of_the_device_arrive() {
     let mut bytes = Aligned::new(BLOCK_BYTES);
     let errno = |result: std::io::Result<()>| result.err().and_then(|error| error.raw_os_error());
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-
-    let file = served.open();
-    assert_eq!(errno(file.write_all_at(bytes.get(), 4096)), Some(ENOSPC));
-    assert_eq!(errno(file.read_exact_at(bytes.get(), 8192)), Some(EIO), "the block layer has no word for EDQUOT");
-    assert_eq!(errno(fallocate(&file, hole, 12288, 4096).map_err(Into::into)), Some(EIO));
-    assert_eq!(errno(file.sync_all()), Some(EIO));
-    file.write_all_at(bytes.get(), 16384).unwrap();
-    drop(file);
 
     let file = OpenOptions::new().read(true).write(true).open(served.file()).unwrap();
     assert_eq!(errno(file.write_all_at(bytes.get(), 4096)), Some(ENOSPC));

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
+pub use crate::aligned::Aligned;
 use compcache_block::fuse_loop::{FuseLoop, FuseLoopOptions};
 use compcache_block::{BLOCK_BYTES, BlockDevice, Disk};
 use compcache_store::{PoolConfig, Store, StoreConfig};
@@ -88,25 +89,6 @@ pub fn open_direct(path: &Path) -> File {
 pub fn disk(size_bytes: u64) -> Arc<Disk> {
     let store = Store::new(StoreConfig { limit_bytes: 512 << 20, ..StoreConfig::default() }).unwrap();
     Arc::new(Disk::new(store.create_pool(PoolConfig::default()).unwrap(), size_bytes).unwrap())
-}
-
-/// Bytes at an address that direct I/O takes.
-pub struct Aligned {
-    bytes: Vec<u8>,
-    start: usize,
-    length: usize,
-}
-
-impl Aligned {
-    pub fn new(length: usize) -> Aligned {
-        let bytes = vec![0; length + BLOCK_BYTES];
-        let start = bytes.as_ptr().align_offset(BLOCK_BYTES);
-        Aligned { bytes, start, length }
-    }
-
-    pub fn get(&mut self) -> &mut [u8] {
-        &mut self.bytes[self.start..][..self.length]
-    }
 }
 
 /// What `block` holds in its `generation`: zeroes in generation 0, else bytes that differ from those of every other, half
