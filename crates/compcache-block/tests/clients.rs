@@ -181,38 +181,39 @@ fn qemu_io_reads_back_patterns_zeroes_and_what_was_discarded() {
     assert_eq!(served.checked.lies(), 0);
 }
 
+/// Lets fio loose on the disk through its own client of NBD's. It ends with an error when a checksum is wrong.
+fn fio(served: &Served, arguments: &[&str]) {
+    let uri = format!("--uri={}", served.uri("disk"));
+    let common = ["--name=verify", "--ioengine=nbd", &uri, "--thread", "--iodepth=16", "--group_reporting"];
+    let verify = ["--verify_fatal=1", "--verify_state_save=0", "--buffer_compress_percentage=50", "--refill_buffers"];
+    let said = run("fio", &[&common[..], &verify, arguments].concat());
+    assert!(said.contains("err= 0"), "{said}");
+}
+
 #[test]
 fn fio_verifies_what_four_jobs_wrote_at_random() {
     if !requires(&[Feature::Program("fio")]) {
         return;
     }
     let served = serve();
-    let uri = format!("--uri={}", served.uri("disk"));
-    let said = run(
-        "fio",
-        &[
-            "--name=verify",
-            "--ioengine=nbd",
-            &uri,
-            "--rw=randrw",
-            "--bs=4k,4k",
-            "--bssplit=512/20:4k/50:64k/30",
-            "--size=16M",
-            "--offset_increment=16M",
-            "--numjobs=4",
-            "--thread",
-            "--iodepth=16",
-            "--verify=crc32c",
-            "--verify_fatal=1",
-            "--verify_state_save=0",
-            "--buffer_compress_percentage=50",
-            "--refill_buffers",
-            "--group_reporting",
-        ],
-    );
-    assert!(said.contains("err= 0"), "{said}");
+    let jobs = ["--numjobs=4", "--size=16M", "--offset_increment=16M", "--verify=crc32c"];
+    fio(&served, &[&jobs[..], &["--rw=randrw", "--bs=4k,4k", "--bssplit=512/20:4k/50:64k/30"]].concat());
     let stats = served.disk.stats();
     println!("{} pages written, {} read", stats.num_writes, stats.num_reads);
     assert!(stats.num_writes >= (32 << 20) / 4096, "{} pages written", stats.num_writes);
     assert_eq!((served.checked.lies(), stats.failed_reads, stats.failed_writes), (0, 0, 0));
+}
+
+#[test]
+fn fio_verifies_what_was_written_after_a_trim_and_finds_nothing_after_the_last() {
+    if !requires(&[Feature::Program("fio")]) {
+        return;
+    }
+    let served = serve();
+    let jobs = ["--numjobs=4", "--size=8M", "--offset_increment=16M", "--verify=crc32c"];
+    fio(&served, &[&jobs[..], &["--rw=randtrimwrite", "--bs=4k"]].concat());
+    assert!(served.disk.stats().orig_data_size >= 2 << 20, "{} bytes stored", served.disk.stats().orig_data_size);
+    fio(&served, &["--rw=randtrim", "--bs=64k", "--size=64M"]);
+    fio(&served, &["--rw=read", "--bs=1M", "--size=64M", "--verify=pattern", "--verify_pattern=0x00"]);
+    assert_eq!((served.disk.stats().orig_data_size, served.checked.lies()), (0, 0));
 }

@@ -6,7 +6,7 @@
 //! and a bare one still works on 40 MiB and more: what goes over its memory at random is given less of it.
 
 mod servers;
-mod sources;
+pub mod sources;
 
 use std::fs;
 use std::path::Path;

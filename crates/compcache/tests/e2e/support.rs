@@ -1,11 +1,13 @@
-//! Runs programs with and without compcache, and knows what to do when they hang.
+//! Runs programs with and without compcache, and knows what to do when they hang; starts servers of disks.
 
 mod build;
 mod diagnose;
 mod run;
+mod server;
 
 pub use build::{memory_tester, preload, release_binary, trap_program};
 pub use run::{Cap, Outcome, Program, Running, Way, alone, beside_others, sample_until, ways};
+pub use server::{Mounted, PATIENCE, Server, ask, backing_file, said};
 
 use std::path::PathBuf;
 

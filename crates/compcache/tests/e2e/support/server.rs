@@ -1,0 +1,145 @@
+//! `compcache serve`, started for a test and asked as a person asks it; what it serves is undone with it.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::{compcache, scratch};
+
+/// How long the server may take to do anything it is asked to do.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A server of this test's own; killed at the end if it has not ended by then.
+pub struct Server {
+    pub child: Child,
+    pub said: BufReader<ChildStderr>,
+    pub directory: TempDir,
+}
+
+impl Server {
+    pub fn start(arguments: &[&str]) -> Server {
+        Server::start_in(scratch(), arguments)
+    }
+
+    pub fn start_in(directory: TempDir, arguments: &[&str]) -> Server {
+        let mut child = Command::new(compcache())
+            .args(["serve", "--socket"])
+            .arg(directory.path().join("control"))
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("compcache can be started");
+        let said = BufReader::new(child.stderr.take().expect("it is piped"));
+        let mut server = Server { child, said, directory };
+        // It may speak first of what a dead one has left.
+        let mut text = String::new();
+        while !text.contains("serving at") {
+            assert!(server.said.read_line(&mut text).expect("it says text") > 0, "it ended: {text}");
+        }
+        server
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.directory.path().join("control")
+    }
+
+    pub fn asked(&self, arguments: &[&str]) -> Output {
+        ask(&self.socket(), arguments)
+    }
+
+    /// What a command prints, which must succeed.
+    #[track_caller]
+    pub fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.asked(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", said(&output));
+        String::from_utf8(output.stdout).expect("text")
+    }
+
+    /// A command must fail, with nothing on its standard output, and say all these words.
+    #[track_caller]
+    pub fn refuses(&self, arguments: &[&str], words: &[&str]) {
+        let output = self.asked(arguments);
+        assert!(!output.status.success(), "{arguments:?} succeeded");
+        assert!(output.stdout.is_empty(), "{arguments:?} printed on standard output");
+        for word in words {
+            assert!(said(&output).contains(word), "{arguments:?} does not say {word:?}: {}", said(&output));
+        }
+    }
+
+    #[track_caller]
+    pub fn stat(&self, disk: &str, name: &str) -> u64 {
+        let state: Value = serde_json::from_str(&self.ok(&["disk", "show", "--json", disk])).expect("JSON");
+        state["stats"][name].as_u64().unwrap_or_else(|| panic!("no {name} in {state}"))
+    }
+
+    pub fn signal(&self, name: &str) {
+        let pid = self.child.id().to_string();
+        assert!(Command::new("kill").args([name, &pid]).status().expect("kill runs").success());
+    }
+
+    /// Waits for its end; what it said meanwhile.
+    pub fn ended(mut self) -> (std::process::ExitStatus, String, TempDir) {
+        let until = Instant::now() + PATIENCE;
+        let status = loop {
+            if let Some(status) = self.child.try_wait().expect("it is our child") {
+                break status;
+            }
+            assert!(Instant::now() < until, "the server does not end");
+            thread::sleep(Duration::from_millis(10));
+        };
+        let mut text = String::new();
+        self.said.read_to_string(&mut text).expect("text");
+        let directory = std::mem::replace(&mut self.directory, scratch());
+        (status, text, directory)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(Some(_))) {
+            return;
+        }
+        // Asked first, so that it takes its devices along.
+        let _ = Command::new("kill").arg(self.child.id().to_string()).stderr(Stdio::null()).status();
+        let until = Instant::now() + Duration::from_secs(5);
+        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub fn ask(socket: &Path, arguments: &[&str]) -> Output {
+    Command::new(compcache())
+        .args(arguments)
+        .env("COMPCACHE_SOCKET", socket)
+        .output()
+        .expect("compcache can be started")
+}
+
+pub fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Unmounts when it goes out of scope, also when a test fails.
+pub struct Mounted(pub PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-q").arg(&self.0).status();
+    }
+}
+
+/// The file a loop device lies on, if it is in use.
+pub fn backing_file(device: &str) -> Option<String> {
+    let name = device.trim().strip_prefix("/dev/")?;
+    fs::read_to_string(format!("/sys/block/{name}/loop/backing_file")).ok()
+}
