@@ -10,6 +10,7 @@
 //! | `cli.rs`           | statuses and signals go through, output is the program's alone, failures say the remedy  |
 //! | `disks.rs`         | `compcache serve` and its disks do what they are told, and say why when they do not      |
 //! | `disk_clients.rs`  | file systems, fio, stress-ng, git, tar, sqlite on such a disk find what they wrote       |
+//! | `nbd_client.rs`    | so does the kernel's NBD client, in an emulated machine                                  |
 //!
 //! Each runs both ways of eviction. What a machine lacks is skipped, printed and counted (`COMPCACHE_REQUIRE_ALL=1`
 //! makes it fail). A program that hangs is a failure: what its threads wait for is printed, then it is killed.
@@ -29,6 +30,7 @@ mod cli;
 mod disk_clients;
 mod disks;
 mod memory_tester;
+mod nbd_client;
 mod old_kernel;
 mod real_programs;
 mod support;
