@@ -8,11 +8,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::RwLockReadGuard;
 
 use compcache_testkit::features::{Feature, requires};
 
 use crate::real_programs::sources;
-use crate::support::{Mounted, Server, backing_file, scratch};
+use crate::support::{Mounted, Server, backing_file, beside_others, scratch};
 
 /// Whether the machine can serve block devices and has these programs.
 fn can_serve(programs: &[&'static str]) -> bool {
@@ -48,16 +49,18 @@ struct Disk {
     mounted: Mounted,
     device: String,
     server: Server,
+    _shared: RwLockReadGuard<'static, ()>,
 }
 
 impl Disk {
     fn new(size: &str, more: &[&str]) -> Disk {
+        let shared = beside_others();
         let server = Server::start(&[]);
         let mounted = Mounted(server.directory.path().join("mnt"));
         fs::create_dir(&mounted.0).unwrap();
         let create = ["disk", "create", "--name", "d", "--transport", "loop", "--size", size];
         let device = server.ok(&[&create[..], more].concat()).trim().to_owned();
-        Disk { mounted, device, server }
+        Disk { mounted, device, server, _shared: shared }
     }
 
     /// With a file system on it, mounted.

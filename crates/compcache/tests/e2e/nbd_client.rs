@@ -6,7 +6,7 @@ use std::time::Duration;
 use compcache_testkit::features::{Feature, find_program, requires};
 use compcache_testkit::vm::{Kernel, Vm};
 
-use crate::support::compcache;
+use crate::support::{beside_others, compcache};
 
 /// What runs in the machine. Each step says its status.
 const SCRIPT: &str = r#"
@@ -67,6 +67,7 @@ fn the_kernels_client_keeps_a_file_system_and_is_told_when_the_server_dies() {
     if !requires(&needs) {
         return;
     }
+    let _shared = beside_others();
     let mut vm = Kernel::stock().map_err(std::io::Error::other).and_then(|kernel| Vm::new(&kernel)).expect("a machine");
     vm.size(1, 768);
     vm.module("nbd", "nbds_max=1").expect("a module of this kernel's");

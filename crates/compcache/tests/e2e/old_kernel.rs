@@ -10,15 +10,15 @@ use compcache_testkit::vm::{Kernel, Vm};
 
 use crate::support::{alone, compcache, memory_tester, preload, trap_program};
 
-/// A name, and what is run under compcache.
-const JOBS: [(&str, &str); 6] = [
-    ("one-thread", "/memory-tester --seconds 4 --mb 64 --threads 1 --seed 1"),
-    ("three-threads", "/memory-tester --seconds 4 --mb 64 --threads 3 --seed 2"),
+/// A name, MiB that may be resident, and what is run under compcache.
+const JOBS: [(&str, u32, &str); 6] = [
+    ("one-thread", 16, "/memory-tester --seconds 4 --mb 64 --threads 1 --seed 1"),
+    ("three-threads", 16, "/memory-tester --seconds 4 --mb 64 --threads 3 --seed 2"),
     // Often another thread's memory is moved into the hole that a refused mremap leaves in staging.
-    ("hole", "/memory-tester --seconds 4 --mb 64 --threads 3 --seed 11"),
-    ("fork", "/forks both_sides"),
-    ("robust", "/futexes robust"),
-    ("shortens", "/maps shortens"),
+    ("hole", 16, "/memory-tester --seconds 4 --mb 64 --threads 3 --seed 11"),
+    ("fork", 8, "/forks both_sides"),
+    ("robust", 8, "/futexes robust"),
+    ("shortens", 8, "/maps shortens"),
 ];
 
 #[test]
@@ -42,15 +42,15 @@ fn programs_are_paged_rightly_where_pages_cannot_be_moved() {
     let mut script = "export COMPCACHE_PRELOAD=/libcompcache_preload.so TRAP_EXPECT_EVICTION=1\n\
                       /compcache doctor | grep 'UFFDIO_MOVE\\|compcache run'\n"
         .to_owned();
-    for (name, job) in JOBS {
-        script += &format!("/compcache run --resident 16M -- {job} 2>&1; echo \"status of {name}: $?\"\n");
+    for (name, mib, job) in JOBS {
+        script += &format!("/compcache run --resident {mib}M -- {job} 2>&1; echo \"status of {name}: $?\"\n");
     }
     let printed = vm.run(&script, Duration::from_secs(900)).unwrap_or_else(|error| panic!("{error}"));
     eprintln!("{printed}");
     let line = |start: &str| printed.lines().find(|line| line.trim_start().starts_with(start)).unwrap_or_default();
     assert!(line("- UFFDIO_MOVE").ends_with("no"), "this kernel needs no other way:\n{printed}");
     assert!(line("compcache run").contains("works"), "{printed}");
-    for (name, _) in JOBS {
+    for (name, ..) in JOBS {
         assert!(line(&format!("status of {name}:")).ends_with(": 0"), "{name}:\n{printed}");
     }
     let evictions = printed.lines().filter_map(|line| line.trim_start().strip_prefix("evicted pages"));

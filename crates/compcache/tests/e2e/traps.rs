@@ -1,13 +1,17 @@
 //! What is known to go wrong in a pager does not: each program in `tests/programs` walks into one trap and checks itself.
 //!
-//! Every test runs its program bare, and with each way of eviction; a working set of 64 MiB in 16 MiB. Status and output must be those of the bare run. Under compcache the program fails if what it made cold did
-//! not leave (`TRAP_EXPECT_EVICTION`). A program that lacks something here ends with 77, which is a skip.
+//! Every test runs its program bare, and with each way of eviction; a working set of 32 MiB in 8 MiB. Status and output
+//! must be those of the bare run. Under compcache the program fails if what it made cold did not leave
+//! (`TRAP_EXPECT_EVICTION`). A program that lacks something here ends with 77, which is a skip.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use crate::support::{Cap, Outcome, Program, Way, beside_others, sample_until, scratch, trap_program, ways};
 
 const LACKS: i32 = 77;
+/// A quarter of the programs' working set.
+const CAP: Cap = Cap::Resident(8 << 20);
 
 /// Whether this outcome is a skip. Printed and counted; with `COMPCACHE_REQUIRE_ALL=1` it is a failure.
 fn is_skip(outcome: &Outcome) -> bool {
@@ -35,7 +39,7 @@ fn spring(name: &'static str, arguments: &[&str]) {
         let lets_devices_write = way == Way::Remap && name == "io_urings";
         let program = program.clone();
         let program = if lets_devices_write { program } else { program.env("TRAP_EXPECT_EVICTION", "1") };
-        let paged = program.paged(way, &Cap::resident_mib(16));
+        let paged = program.paged(way, &CAP);
         eprintln!("{name} {arguments:?} {way:?}: {:.1} s, bare {:.1} s", paged.seconds, bare.seconds);
         paged.must_equal(&bare);
         if lets_devices_write {
@@ -219,32 +223,42 @@ fn a_daemon_goes_on_when_all_its_parents_are_gone() {
         if way != Way::Bare {
             program = program.env("TRAP_EXPECT_EVICTION", "1");
         }
-        let mut running = program.start(way, &Cap::resident_mib(16));
+        let mut running = program.start(way, &CAP);
         running.await_end();
         let said = sample_until("the daemon's verdict is there", 30, || std::fs::read_to_string(&verdict).ok());
         assert_eq!(said, "right\n", "{way:?}: {}", running.stderr_so_far());
     }
 }
 
+/// Its program, without compcache, fails for a byte that it damages itself.
+fn must_notice_a_planted_byte(name: &'static str, arguments: &[&str]) {
+    let dir = scratch();
+    // What closes even standard error cannot say why.
+    let silent = arguments.contains(&"all");
+    let arguments = arguments.iter().map(|argument| argument.replace("DIR", &dir.path().display().to_string()));
+    let program = Program::new(trap_program(name)).args(arguments).env("TRAP_MB", "8").env("TRAP_PLANT", "1");
+    let outcome = program.bare();
+    if is_skip(&outcome) {
+        return;
+    }
+    assert!(!outcome.status.success(), "a wrong byte went unnoticed: {}", outcome.explain());
+    assert!(silent || outcome.stderr.contains("WRONG BYTES"), "it failed for another reason: {}", outcome.explain());
+}
+
 #[test]
 fn every_trap_notices_a_planted_wrong_byte() {
     let _shared = beside_others();
-    let dir = scratch();
     let measured: &[(&str, &[&str])] = &[("holds", &["4", "0"]), ("grows", &["4", "0", "256"]), ("twins", &["4"])];
-    for (name, arguments) in TRAPS.iter().chain(measured) {
-        // What closes even standard error cannot say why.
-        let silent = arguments.contains(&"all");
-        let arguments = arguments.iter().map(|argument| argument.replace("DIR", &dir.path().display().to_string()));
-        let program = Program::new(trap_program(name)).args(arguments).env("TRAP_MB", "8").env("TRAP_PLANT", "1");
-        let outcome = program.bare();
-        if is_skip(&outcome) {
-            continue;
+    let left = Mutex::new(TRAPS.iter().chain(measured));
+    let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
+    // Most of them wait most of the time.
+    std::thread::scope(|scope| {
+        for _ in 0..6 {
+            scope.spawn(|| {
+                while let Some((name, arguments)) = next() {
+                    must_notice_a_planted_byte(name, arguments);
+                }
+            });
         }
-        assert!(!outcome.status.success(), "a wrong byte went unnoticed: {}", outcome.explain());
-        assert!(
-            silent || outcome.stderr.contains("WRONG BYTES"),
-            "it failed for another reason: {}",
-            outcome.explain()
-        );
-    }
+    });
 }

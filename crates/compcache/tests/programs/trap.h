@@ -7,7 +7,7 @@
  *
  * Environment (the test harness sets it; all of it is optional):
  *
- *   TRAP_MB               the working set in MiB (64)
+ *   TRAP_MB               the working set in MiB (32)
  *   TRAP_EXPECT_EVICTION  memory that was made cold must really have left: else the program fails, because a trap that
  *                         springs on resident memory proves nothing
  *   TRAP_PLANT            damage one byte before the first check: the program must fail
@@ -93,7 +93,7 @@ static UNUSED size_t working_set(void)
 {
 	const char *mb = getenv("TRAP_MB");
 	size_t value = mb ? strtoul(mb, NULL, 10) : 0;
-	return (value ? value : 64) * MIB;
+	return (value ? value : 32) * MIB;
 }
 
 static UNUSED uint64_t mix(uint64_t x)
