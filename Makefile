@@ -23,6 +23,9 @@ bench-build: build
 demo: bench-build
 	python3 demo/run.py $(RELEASE)
 
+# One test more at a time than there are processors: most end-to-end tests wait part of their time.
+test: export RUST_TEST_THREADS ?= $(shell expr $$(nproc) + 1)
+
 # The programs under test preload the release object; COMPCACHE_REQUIRE_ALL=1 turns skipped tests into failures.
 test: build
 	$(CARGO) build --release -p compcache-testkit --bin memory-tester

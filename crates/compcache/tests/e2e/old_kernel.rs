@@ -16,9 +16,9 @@ const JOBS: [(&str, u32, &str); 6] = [
     ("three-threads", 16, "/memory-tester --seconds 4 --mb 64 --threads 3 --seed 2"),
     // Often another thread's memory is moved into the hole that a refused mremap leaves in staging.
     ("hole", 16, "/memory-tester --seconds 4 --mb 64 --threads 3 --seed 11"),
-    ("fork", 8, "/forks both_sides"),
-    ("robust", 8, "/futexes robust"),
-    ("shortens", 8, "/maps shortens"),
+    ("fork", 4, "/forks both_sides"),
+    ("robust", 4, "/futexes robust"),
+    ("shortens", 4, "/maps shortens"),
 ];
 
 #[test]
@@ -39,7 +39,7 @@ fn programs_are_paged_rightly_where_pages_cannot_be_moved() {
     for (host, guest) in &programs {
         vm.program(host, guest).expect("a program that can be read");
     }
-    let mut script = "export COMPCACHE_PRELOAD=/libcompcache_preload.so TRAP_EXPECT_EVICTION=1\n\
+    let mut script = "export COMPCACHE_PRELOAD=/libcompcache_preload.so TRAP_EXPECT_EVICTION=1 TRAP_MB=16\n\
                       /compcache doctor | grep 'UFFDIO_MOVE\\|compcache run'\n"
         .to_owned();
     for (name, mib, job) in JOBS {

@@ -276,8 +276,10 @@ static UNUSED void push_out(const void *at, size_t pages)
 		return;
 	}
 	double start = seconds_now();
-	for (;;) {
+	for (unsigned walks = 0;; walks++) {
 		filler_walk();
+		/* Some pages leave only after a while, however often other memory is walked: those that MADV_FREE was for. */
+		if (walks > 10) sleep_ms(50);
 		long present = pages_that_are(PRESENT | EXCLUSIVE, at, pages);
 		if (present < 0 || (size_t)present <= pages / 4) return;
 		if (seconds_now() - start > 20)

@@ -64,8 +64,8 @@ pub const PYTHON: &str = r#"
 import hashlib, json, random
 random.seed(5)
 things = {}
-for i in range(33000):
-    things["key%d" % i] = [i, str(i) * 20, {"a": i % 97, "b": [i, i + 1]}, float(i) / 3]
+for i in range(20000):
+    things["key%d" % i] = [i, str(i) * 80, {"a": i % 97, "b": [i, i + 1]}, float(i) / 3]
 order = list(things)
 random.shuffle(order)
 total = 0
@@ -145,7 +145,7 @@ public class Work {
 
 pub const PERL: &str = r#"
 my (%seen, @list);
-for my $i (1 .. 32000) { my $k = ($i * 7919) % 32003; $seen{"key$k"} = { n => $i, s => "text " x ($i % 300) }; push @list, $k if $i % 3 == 0; }
+for my $i (1 .. 16000) { my $k = ($i * 7919) % 16001; $seen{"key$k"} = { n => $i, s => "text " x ($i % 700) }; push @list, $k if $i % 3 == 0; }
 my $sum = 0;
 for my $pass (1 .. 2) { for my $k (@list) { $sum += $seen{"key$k"}{n} % 101; $seen{"key$k"}{s} .= $pass; } }
 my ($crc, @some) = (0);
@@ -156,10 +156,11 @@ print "$sum $crc ", scalar(keys %seen), "\n";
 
 pub const AWK: &str = r#"
 BEGIN {
-    for (i = 0; i < 120000; i++) { k = (i * 7919) % 120011; text[k] = "value " i " of " k; count[k % 1009]++ }
-    for (pass = 0; pass < 2; pass++) for (i = 0; i < 120011; i += 2) if (i in text) { sum += length(text[i]); text[i] = text[i] pass }
-    for (i = 0; i < 120011; i += 5) delete text[i]
-    for (i = 0; i < 120011; i++) if (i in text) { n++; h = (h * 31 + length(text[i])) % 1000003; if (i % 100 == 1) print text[i] }
+    for (i = 0; i < 50; i++) pad = pad "padding "
+    for (i = 0; i < 60000; i++) { k = (i * 7919) % 60013; text[k] = "value " i " of " k " " substr(pad, 1, i % 400); count[k % 1009]++ }
+    for (pass = 0; pass < 2; pass++) for (i = 0; i < 60013; i += 2) if (i in text) { sum += length(text[i]); text[i] = text[i] pass }
+    for (i = 0; i < 60013; i += 5) delete text[i]
+    for (i = 0; i < 60013; i++) if (i in text) { n++; h = (h * 31 + length(text[i])) % 1000003; if (i % 100 == 1) print text[i] }
     for (i = 0; i < 1009; i++) print i, count[i]
     print sum, n, h
 }
