@@ -49,7 +49,6 @@
 mod clean;
 mod error;
 mod file;
-mod holders;
 mod lanes;
 mod loop_device;
 mod namespace;
@@ -70,8 +69,10 @@ use rustix::process::{getgid, getuid};
 use rustix::thread::{CapabilitySet, capabilities};
 
 pub use clean::{Cleaned, clean};
-pub use error::{FuseLoopError, Holder, NotRemoved, Step};
+pub use error::{FuseLoopError, NotRemoved, Step};
 pub use namespace::own_mounts;
+
+pub use crate::node::Holder;
 
 use crate::device::BlockDevice;
 use file::OneFile;

@@ -64,6 +64,7 @@ mod error;
 mod faulty;
 pub mod fuse_loop;
 pub mod nbd;
+mod node;
 mod range;
 
 pub use array::Array;

@@ -1,11 +1,11 @@
-//! What can go wrong between a device and its `/dev/loopN`, and who is in the way.
+//! What can go wrong between a device and its `/dev/loopN`.
 
-use std::ffi::OsString;
 use std::io;
 use std::path::PathBuf;
 
 use super::FuseLoop;
 use crate::error::DeviceError;
+use crate::node::Holder;
 
 /// Why a disk was not set up, not resized or not removed.
 #[derive(Debug, thiserror::Error)]
@@ -99,38 +99,6 @@ pub enum Step {
     /// umount(2).
     #[error("unmount it")]
     Unmount,
-}
-
-/// Who uses a loop device.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum Holder {
-    /// The system swaps to it.
-    #[error("it is swap space; `swapoff` it first")]
-    Swap,
-    /// A file system on it is mounted.
-    #[error("it is mounted on {}; unmount it first", at.display())]
-    Mounted {
-        /// Where.
-        at: PathBuf,
-    },
-    /// A block device above it, of the device mapper or of md.
-    #[error("the block device {} lies on it", name.display())]
-    Stacked {
-        /// Its name in `/sys/block`.
-        name: PathBuf,
-    },
-    /// A process has it open.
-    #[error("process {pid} ({}) has it open", .name.display())]
-    Process {
-        /// Its id.
-        pid: u32,
-        /// What it is called.
-        name: OsString,
-    },
-    /// It is held, in another mount namespace perhaps, and nothing that can be seen from here says by whom.
-    #[error("it is claimed by somebody who cannot be seen from here")]
-    Unknown,
 }
 
 /// A disk that was not removed, and why.

@@ -11,30 +11,24 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use linux_raw_sys::general::{O_DIRECT, O_EXCL};
+use linux_raw_sys::general::O_DIRECT;
 use linux_raw_sys::loop_device::{
     LO_FLAGS_DIRECT_IO, LOOP_CLR_FD, LOOP_CONFIGURE, LOOP_CTL_GET_FREE, LOOP_SET_CAPACITY, loop_config, loop_info64,
 };
 use rustix::io::Errno;
 use rustix::ioctl::{Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl};
 
-use super::error::{FuseLoopError, Holder, Step};
-use super::holders::{claimed_by, opened_by};
+use super::error::{FuseLoopError, Step};
 use crate::device::BLOCK_BYTES;
+use crate::node::{Holder, LOOKED_AT, Node, NotClaimed, PAUSE};
 
 // The sizes of the kernel's structures, on every architecture.
 const _: () = assert!(size_of::<loop_info64>() == 232 && size_of::<loop_config>() == 304);
 
 /// How many free devices are tried before it is said that others take them all.
 const ATTEMPTS: u32 = 64;
-
-/// How long somebody who only looks (udev and its probes, when a device appears) may have the device open.
-const LOOKED_AT: Duration = Duration::from_secs(1);
-
-/// How often to look again.
-const PAUSE: Duration = Duration::from_millis(5);
 
 /// A loop device that is ours.
 #[derive(Debug)]
@@ -53,7 +47,8 @@ impl LoopDevice {
             // SAFETY: the request takes no argument and returns a number.
             let number = unsafe { ioctl(control, GetFree) };
             let number = number.map_err(FuseLoopError::at(Step::FreeLoop, Path::new(CONTROL)))?;
-            let node = node(number);
+            let device = LoopDevice { number, file: file.to_owned() };
+            let node = device.path();
             let opened = OpenOptions::new().read(true).write(true).open(&node);
             let opened = opened.map_err(FuseLoopError::at(Step::OpenLoop, &node))?;
             match configure(&opened, &backing) {
@@ -62,7 +57,6 @@ impl LoopDevice {
                 Err(Errno::BUSY) => continue,
                 Err(error) => return Err(FuseLoopError::at(Step::Configure, &node)(error)),
             }
-            let device = LoopDevice { number, file: file.to_owned() };
             if attribute(number, "dio").is_none_or(|value| value != Path::new("1")) {
                 // SAFETY: the request takes no argument. The device is ours, configured above.
                 let _ = unsafe { ioctl(&opened, NoArg::<{ LOOP_CLR_FD as Opcode }>::new()) };
@@ -90,7 +84,7 @@ impl LoopDevice {
 
     /// `/dev/loopN`.
     pub fn path(&self) -> PathBuf {
-        node(self.number)
+        self.node().path()
     }
 
     /// Has the device take the size of the file. Asks the server for it.
@@ -106,14 +100,11 @@ impl LoopDevice {
 
     /// Who uses the device now: mounted it, swaps to it, or has it open.
     pub fn holder(&self) -> Option<Holder> {
-        match OpenOptions::new().read(true).custom_flags(O_EXCL as i32).open(self.path()) {
-            Ok(claimed) => opened_by(self.number, claimed.as_raw_fd()),
-            Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
-                Some(claimed_by(self.number).or_else(|| opened_by(self.number, -1)).unwrap_or(Holder::Unknown))
-            }
-            // It cannot be looked at, so it cannot be said to be free.
-            Err(_) => Some(Holder::Unknown),
-        }
+        self.node().holder()
+    }
+
+    fn node(&self) -> Node {
+        Node::new(format!("loop{}", self.number))
     }
 
     /// Detaches the device unless somebody uses it, and returns when it is gone.
@@ -121,43 +112,21 @@ impl LoopDevice {
     /// Nobody can mount it or swap to it meanwhile: it is claimed here. Somebody who opens it at the very moment it is
     /// detached keeps it until he closes it; that is waited for, and said to be a use of it if it takes long.
     pub fn detach(&self) -> Result<(), FuseLoopError> {
-        let path = self.path();
-        let in_use = |by| Err(FuseLoopError::InUse { path: path.clone(), by });
-        let give_up = Instant::now() + LOOKED_AT;
-        let claimed = loop {
-            // Detached by somebody else, it may be anybody's by now.
-            if !self.is_attached() {
-                return Ok(());
-            }
-            match OpenOptions::new().read(true).custom_flags(O_EXCL as i32).open(&path) {
-                Ok(claimed) => break claimed,
-                Err(error) if error.raw_os_error() != Some(Errno::BUSY.raw_os_error()) => {
-                    return Err(FuseLoopError::at(Step::OpenLoop, &path)(error));
-                }
-                Err(_) => {
-                    let by = claimed_by(self.number);
-                    if by.is_some() || Instant::now() > give_up {
-                        return in_use(by.or_else(|| opened_by(self.number, -1)).unwrap_or(Holder::Unknown));
-                    }
-                }
-            }
-            thread::sleep(PAUSE);
+        let (path, node) = (self.path(), self.node());
+        let in_use = |by| FuseLoopError::InUse { path: path.clone(), by };
+        // Detached by somebody else, it may be anybody's by now.
+        let claimed = match node.claim(|| self.is_attached()) {
+            Ok(Some(claimed)) => claimed,
+            Ok(None) => return Ok(()),
+            Err(NotClaimed::InUse(by)) => return Err(in_use(by)),
+            Err(NotClaimed::Open(error)) => return Err(FuseLoopError::at(Step::OpenLoop, &path)(error)),
         };
-        if !self.is_attached() {
-            return Ok(());
-        }
-        while let Some(by) = opened_by(self.number, claimed.as_raw_fd()) {
-            if Instant::now() > give_up {
-                return in_use(by);
-            }
-            thread::sleep(PAUSE);
-        }
         self.clear(&claimed)?;
         drop(claimed);
         let give_up = Instant::now() + LOOKED_AT;
         while self.is_attached() {
             if Instant::now() > give_up {
-                return in_use(opened_by(self.number, -1).unwrap_or(Holder::Unknown));
+                return Err(in_use(node.opened_by(-1).unwrap_or(Holder::Unknown)));
             }
             thread::sleep(PAUSE);
         }
@@ -190,10 +159,6 @@ impl LoopDevice {
 
 /// The node through which loop devices are had.
 pub(super) const CONTROL: &str = "/dev/loop-control";
-
-fn node(number: u32) -> PathBuf {
-    PathBuf::from(format!("/dev/loop{number}"))
-}
 
 /// An attribute of a loop device that is in use.
 fn attribute(number: u32, name: &str) -> Option<PathBuf> {
