@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use compcache_block::{BLOCK_BYTES, BlockDevice, Delayed, Fault, Faulty, Request};
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 
-use crate::allocations::Spied;
+use crate::spied::Spied;
 use crate::support::{Aligned, Served, can_serve, disk, fill_run, run};
 
 const MIB: u64 = 1 << 20;

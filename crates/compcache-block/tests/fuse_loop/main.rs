@@ -9,7 +9,11 @@
 #[path = "../support/aligned.rs"]
 mod aligned;
 mod allocations;
+#[path = "../support/blocks.rs"]
+mod blocks;
 mod contents;
 mod killed;
 mod life;
+#[path = "../support/spied.rs"]
+mod spied;
 mod support;
