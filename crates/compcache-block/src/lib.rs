@@ -1,14 +1,14 @@
 //! A pool as a disk: one seam, the devices behind it, and the transports in front.
 //!
 //! ```text
-//!    NBD clients (a socket)          /dev/loopN      ... each later transport is one more box up here
-//!          |                              |
-//!    +-----v-------------+   +------------v--------------+
-//!    | nbd: a thread and |   | fuse_loop: a lane for     |   know BlockDevice, nothing below it
-//!    | a lane for each   |   | each thread of FUSE's and |
-//!    | connection        |   | each that waits           |
-//!    +-----+-------------+   +------------+--------------+
-//!          +------------------------------+
+//!    NBD clients (a socket)          /dev/loopN                    /dev/ublkbN     ... a later transport is one more box
+//!          |                              |                              |
+//!    +-----v-------------+   +------------v--------------+   +-----------v-------------+
+//!    | nbd: a thread and |   | fuse_loop: a lane for     |   | ublk: a thread and a    |   know BlockDevice,
+//!    | a lane for each   |   | each thread of FUSE's and |   | lane for each queue and |   nothing below it
+//!    | connection        |   | each that waits           |   | each that waits         |
+//!    +-----+-------------+   +------------+--------------+   +-----------+-------------+
+//!          +------------------------------+------------------------------+
 //!          |   Lane: read, write, flush, discard, write_zeroes, extent
 //!    ======v====================================  device.rs, the seam
 //!          |   Done | MustWait | DeviceError
@@ -45,14 +45,16 @@
 //!
 //! 1. a server's list of connections
 //! 2. a connection's queue of waiting requests; a connection's writing side. Neither is held when the other is taken, and
-//!    none is held when a device is asked. A [`fuse_loop::FuseLoop`]'s queue of waiting requests likewise
+//!    none is held when a device is asked. The queue of waiting requests of a [`fuse_loop::FuseLoop`] or a [`ublk::Ublk`], and
+//!    the list of those that are done, likewise
 //! 3. a [`Disk`]'s turn to change its size
 //! 4. a [`Disk`]'s stripes of blocks: one of them, or all by their numbers; a [`Checked`]'s memory in its place
 //! 5. what is inside the store
 //!
 //! Nothing here is lasting: a disk's contents end with the process. `flush` says so by succeeding at once.
 
-// Lifted for fuse_loop/loop_device.rs, which makes the system calls of loop devices, and fuse_loop/namespace.rs.
+// Lifted for fuse_loop/loop_device.rs, which makes the system calls of loop devices, and fuse_loop/namespace.rs; for
+// ublk/control.rs and ublk/queue.rs, which put commands into an io_uring, and ublk/memory.rs, which maps what they need.
 #![deny(unsafe_code)]
 
 mod array;
@@ -66,6 +68,7 @@ pub mod fuse_loop;
 pub mod nbd;
 mod node;
 mod range;
+pub mod ublk;
 
 pub use array::Array;
 pub use checked::Checked;

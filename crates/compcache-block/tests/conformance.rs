@@ -14,6 +14,8 @@ mod front;
 mod nbd;
 #[path = "conformance/rubbish.rs"]
 mod rubbish;
+#[path = "conformance/ublk.rs"]
+mod ublk_node;
 #[path = "conformance/walk.rs"]
 mod walk;
 
@@ -30,6 +32,7 @@ use compcache_testkit::seed::Seed;
 
 use block::{Block, Loop, beyond_the_end_nothing_reaches_the_device};
 use front::{Asked, Direct, Front, Nbd};
+use ublk_node::Ublk;
 use walk::{STRETCH_BYTES, Walk};
 
 const THREADS: u64 = 4;
@@ -112,6 +115,9 @@ fn a_request_beyond_the_end_is_refused_and_touches_nothing<F: Front>(subject: Su
 }
 
 fn a_device_that_changes_its_size_is_held_to_the_new_one<F: Front>(subject: Subject) {
+    if !requires(F::RESIZES) {
+        return;
+    }
     let front = F::serve(subject.device);
     let mut talk = front.talk();
     talk.write(0, &vec![7; SIZE_BYTES as usize], true).unwrap();
@@ -244,4 +250,5 @@ suite! {
     nbd_structured: Nbd<true>, a_request_beyond_the_end_is_refused_and_touches_nothing;
     nbd_simple: Nbd<false>, a_request_beyond_the_end_is_refused_and_touches_nothing;
     fuse_loop: Block<Loop>, beyond_the_end_nothing_reaches_the_device;
+    ublk: Block<Ublk>, beyond_the_end_nothing_reaches_the_device;
 }

@@ -39,6 +39,10 @@ pub enum Feature {
     Loop,
     /// The fuse device.
     Fuse,
+    /// The kernel's driver for block devices that are served from user space.
+    Ublk,
+    /// The same, able to change the size of a device in use: Linux 6.16.
+    UblkResize,
     /// io_uring that this user may use.
     IoUring,
     /// To be the superuser.
@@ -67,6 +71,8 @@ impl Feature {
             Feature::CgroupMemory => Feature::CgroupMemoryV1.probe().or_else(|_| cgroup_v2()),
             Feature::Loop => exists("/dev/loop-control"),
             Feature::Fuse => exists("/dev/fuse"),
+            Feature::Ublk => exists("/dev/ublk-control"),
+            Feature::UblkResize => Feature::Ublk.probe().and_then(|()| since((6, 16))),
             Feature::IoUring => io_uring(),
             Feature::Root => root(),
             Feature::Cpus(wanted) => cpus(wanted),
@@ -129,6 +135,18 @@ fn root() -> Result<(), String> {
 fn cpus(wanted: usize) -> Result<(), String> {
     let have = thread::available_parallelism().map_or(1, |count| count.get());
     if have >= wanted { Ok(()) } else { Err(format!("there are {have} CPUs, fewer than {wanted}")) }
+}
+
+/// Whether the kernel is of this version, or a later one.
+fn since(wanted: (u32, u32)) -> Result<(), String> {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").map_err(|error| error.to_string())?;
+    let mut numbers = release.split(['.', '-', '+']).map_while(|number| number.trim().parse::<u32>().ok());
+    let have = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    if have >= wanted {
+        Ok(())
+    } else {
+        Err(format!("Linux {}.{} is needed, not {}", wanted.0, wanted.1, release.trim()))
+    }
 }
 
 fn cgroup_v2() -> Result<(), String> {

@@ -39,6 +39,10 @@ const BLKZEROOUT: Opcode = opcode::none(0x12, 127);
 pub trait Node: Send + Sync + Sized {
     /// What serving one takes.
     const NEEDS: &'static [Feature];
+    /// What it takes to change its size then.
+    const RESIZES: &'static [Feature] = &[];
+    /// What the kernel hands on as the device says it; of other requests it says that they failed.
+    const TOLD_OF: &'static [Request] = &[Request::Read, Request::Write];
     fn serve(device: Arc<dyn BlockDevice>) -> Self;
     /// Its node in /dev.
     fn path(&self) -> &Path;
@@ -80,6 +84,7 @@ pub struct Block<N>(N);
 
 impl<N: Node> Front for Block<N> {
     const NEEDS: &'static [Feature] = N::NEEDS;
+    const RESIZES: &'static [Feature] = N::RESIZES;
     const ONE_FOR_ONE: bool = false;
     // EINVAL, EOPNOTSUPP, EOVERFLOW: words of the block layer of some kernels, EIO on others.
     const ERRNOS: &'static [i32] = &[1, 5, 12, 28, 108, 122];
@@ -107,7 +112,7 @@ impl<N: Node> Front for Block<N> {
     fn told(asked: Asked, errno: i32) -> i32 {
         let [nospc, nomem, io] = [Errno::NOSPC, Errno::NOMEM, Errno::IO].map(Errno::raw_os_error);
         let has_a_word = errno == nospc || errno == nomem;
-        let through = matches!(asked.request, Request::Read | Request::Write) && asked.whole_blocks;
+        let through = N::TOLD_OF.contains(&asked.request) && asked.whole_blocks;
         if has_a_word && through { errno } else { io }
     }
 }

@@ -34,6 +34,8 @@ pub struct Asked {
 pub trait Front: Send + Sync + Sized {
     /// What serving one takes.
     const NEEDS: &'static [Feature] = &[];
+    /// What it takes to change the size of one that is served.
+    const RESIZES: &'static [Feature] = &[];
     /// Whether the device is asked once for each request of a client.
     const ONE_FOR_ONE: bool = true;
     /// Errors of a device that this way has an answer for.

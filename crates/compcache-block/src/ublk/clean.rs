@@ -1,0 +1,145 @@
+//! What killed servers leave behind, and its removal.
+//!
+//! | left behind                                     | what is done                                                  |
+//! |-------------------------------------------------|---------------------------------------------------------------|
+//! | a device the kernel took from its users already | removed; what users still have open goes when they close it   |
+//! | a device that fails all requests, unused        | stopped and removed                                           |
+//! | the same, mounted                               | named in the report, and left: it can be cleaned when unmounted |
+//!
+//! Ours are known by a mark that the driver keeps for the server, with the server's process id; no file is needed. A device
+//! is served as long as its character device is open, which can be opened once only: so the kernel says whether its server is
+//! alive. It says so for a moment longer than the process lives, because io_uring lets go of files afterwards; if the
+//! process has ended, that moment is waited for.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::control::{Control, take_turn};
+use super::error::{Step, UblkError};
+use super::uapi::CONTROL;
+use super::{DELETED_WITHIN, MARK, block_node, character_path};
+use crate::node::{NotClaimed, PAUSE};
+
+/// Where the kernel lists the character devices.
+const LIST: &str = "/sys/class/ublk-char";
+
+/// How long the kernel may take to let go of the files of a process that has ended.
+const LET_GO_WITHIN: Duration = Duration::from_secs(5);
+
+/// What [`clean`] found.
+#[derive(Debug, Default)]
+pub struct Cleaned {
+    /// The devices of dead servers of ours that are removed.
+    pub removed: Vec<PathBuf>,
+    /// Those that are not, and why.
+    pub left: Vec<(PathBuf, UblkError)>,
+}
+
+/// Removes the devices of servers of ours that were killed. Devices that are served, and those of other programs, are not
+/// touched. May be called at any time, and by several at once.
+///
+/// # Errors
+/// [`UblkError::Step`] when it cannot be found out which devices there are. That the kernel has no ublk is no error.
+pub fn clean() -> Result<Cleaned, UblkError> {
+    let mut cleaned = Cleaned::default();
+    if !Path::new(CONTROL).exists() {
+        return Ok(cleaned);
+    }
+    // Whoever adds a device has it open before the turn is over: it cannot be taken for a dead one.
+    let _turn = take_turn()?;
+    let mut control = Control::open()?;
+    for number in numbers().map_err(UblkError::at(Step::Look, Path::new(LIST)))? {
+        // Gone meanwhile, or somebody else's.
+        let Some(pid) = control.info(number).ok().and_then(|info| server_of(info.ublksrv_flags)) else { continue };
+        match remove(&mut control, number, pid) {
+            Ok(true) => cleaned.removed.push(block_node(number).path()),
+            Ok(false) => {}
+            Err(error) => cleaned.left.push((block_node(number).path(), error)),
+        }
+    }
+    Ok(cleaned)
+}
+
+/// The numbers of all ublk devices.
+fn numbers() -> io::Result<Vec<u32>> {
+    let entries = match fs::read_dir(LIST) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    };
+    let mut numbers = Vec::new();
+    for entry in entries {
+        numbers.extend(number_of(&entry?.file_name().to_string_lossy()));
+    }
+    Ok(numbers)
+}
+
+/// The number in a character device's name.
+fn number_of(name: &str) -> Option<u32> {
+    name.strip_prefix("ublkc")?.parse().ok()
+}
+
+/// Whose device it is, if the server's word says that it is ours.
+fn server_of(word: u64) -> Option<u32> {
+    (word & !u64::from(u32::MAX) == MARK).then_some(word as u32)
+}
+
+/// Whether nobody serves the device.
+fn is_dead(number: u32, pid: u32) -> Result<bool, UblkError> {
+    let path = character_path(number);
+    let process = PathBuf::from(format!("/proc/{pid}"));
+    let give_up = Instant::now() + LET_GO_WITHIN;
+    loop {
+        match OpenOptions::new().read(true).write(true).open(&path) {
+            Ok(_) => return Ok(true),
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),
+            Err(error) if error.kind() != ErrorKind::ResourceBusy => {
+                return Err(UblkError::at(Step::Open, &path)(error));
+            }
+            Err(_) if process.exists() || Instant::now() > give_up => return Ok(false),
+            Err(_) => thread::sleep(PAUSE),
+        }
+    }
+}
+
+/// Removes a device of ours if its server is dead; whether it is.
+fn remove(control: &mut Control, number: u32, pid: u32) -> Result<bool, UblkError> {
+    if !is_dead(number, pid)? {
+        return Ok(false);
+    }
+    let node = block_node(number);
+    let claimed = match node.claim(|| node.path().exists()) {
+        Ok(claimed) => claimed,
+        Err(NotClaimed::InUse(by)) => return Err(UblkError::InUse { path: node.path(), by }),
+        // The kernel takes it away at this moment.
+        Err(NotClaimed::Open(_)) => None,
+    };
+    control.stop(number).map_err(UblkError::at(Step::Stop, &node.path()))?;
+    drop(claimed);
+    control.delete(number, DELETED_WITHIN).map_err(UblkError::at(Step::Delete, &node.path()))?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_of_ours_names_its_server_and_others_do_not() {
+        assert_eq!(server_of(MARK | 1234), Some(1234));
+        for other in [0, 1234, u64::MAX, MARK >> 1] {
+            assert_eq!(server_of(other), None, "{other:#x}");
+        }
+    }
+
+    #[test]
+    fn only_character_devices_have_numbers() {
+        assert_eq!(number_of("ublkc12"), Some(12));
+        for other in ["ublkc", "ublkb1", "ublkc-1", "ublkc1x", ""] {
+            assert_eq!(number_of(other), None, "{other}");
+        }
+    }
+}
