@@ -317,7 +317,7 @@ pub struct ShowArgs {
 /// Give a disk another size while it is in use
 ///
 /// What lies beyond a smaller size is gone. The users of a disk learn of it as the transport permits: NBD clients when they
-/// connect again.
+/// connect again. Over ublk a disk keeps its size before Linux 6.16; this is refused then.
 #[derive(Args)]
 #[command(after_help = SIZE_NOTE)]
 pub struct ResizeArgs {
@@ -377,8 +377,10 @@ pub struct NameArgs {
 /// `--transport`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Transport {
-    /// A block device where that is possible, else NBD
+    /// A block device where that is possible (ublk, else loop), else NBD
     Auto,
+    /// A block device straight from the kernel's block layer: /dev/ublkbN; needs root, ublk_drv and Linux 6.5
+    Ublk,
     /// A loop device over FUSE: /dev/loopN; needs root
     Loop,
     /// Network block device, over a socket: needs no privilege

@@ -76,10 +76,12 @@ pub struct Create {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum At {
-    /// A block device where that is possible, else NBD at a Unix socket.
+    /// A block device where that is possible (of ublk's, else a loop device), else NBD at a Unix socket.
     Auto,
-    /// A block device of any kind, or none.
+    /// A block device of either kind, or none.
     BlockDevice,
+    /// A block device of ublk's.
+    Ublk,
     /// A loop device, over a file that is served by FUSE.
     Loop,
     /// NBD at a Unix socket; beside the control socket if none is named.

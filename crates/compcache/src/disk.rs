@@ -50,12 +50,13 @@ pub fn show(args: &ShowArgs) -> ExitCode {
 fn create(args: CreateArgs) -> anyhow::Result<String> {
     let ram_bytes = ram_bytes();
     let at = match (args.transport, args.nbd_tcp) {
-        (Transport::Loop, _) if args.nbd_tcp.is_some() || args.nbd_socket.is_some() => {
-            bail!("--transport loop makes a block device, --nbd-tcp and --nbd-socket an NBD export; choose one")
+        (Transport::Loop | Transport::Ublk, _) if args.nbd_tcp.is_some() || args.nbd_socket.is_some() => {
+            bail!("--transport loop and ublk make a block device, --nbd-tcp and --nbd-socket an NBD export; choose one")
         }
         (_, Some(address)) => At::NbdTcp(address.0),
         (_, None) if args.nbd_socket.is_some() => At::NbdUnix(args.nbd_socket.map(absolute).transpose()?),
         (Transport::Nbd, None) => At::NbdUnix(None),
+        (Transport::Ublk, None) => At::Ublk,
         (Transport::Loop, None) => At::Loop,
         (Transport::Auto, None) => At::Auto,
     };
@@ -85,7 +86,9 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
 /// Makes a file system on a device, and mounts it.
 fn file_system(device: &str, kind: &str, mount: Option<&Path>) -> anyhow::Result<()> {
     if !device.starts_with("/dev/") {
-        bail!("there is no block device to make a file system on, for that needs root, FUSE and loop devices here");
+        bail!(
+            "there is no block device to make a file system on, for that needs root, and ublk, or FUSE and loop devices, here"
+        );
     }
     // What is discarded on a new disk is nothing.
     let quiet: &[&str] = match kind {

@@ -7,6 +7,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
+use compcache_block::ublk;
 use rustix::fs::Access;
 use rustix::process::geteuid;
 use serde::Serialize;
@@ -40,6 +41,8 @@ struct Facts {
     zswap: Option<bool>,
     swap_in_use: bool,
     ublk: Device,
+    /// None where no disk can be served by it.
+    ublk_resize: Option<bool>,
     fuse: Device,
     loop_control: Device,
     nbd: Device,
@@ -110,6 +113,7 @@ impl Facts {
             zswap: kernel::setting("/sys/module/zswap/parameters/enabled").map(|enabled| enabled == "Y"),
             swap_in_use: std::fs::read_to_string("/proc/swaps").is_ok_and(|swaps| swaps.lines().count() > 1),
             ublk: device("/dev/ublk-control"),
+            ublk_resize: ublk::probe().ok().map(|abilities| abilities.resize),
             fuse: device("/dev/fuse"),
             loop_control: device("/dev/loop-control"),
             nbd: device("/dev/nbd0"),
@@ -125,6 +129,9 @@ impl Facts {
 
 /// Disks need nothing for NBD, which no kernel has a part in; what may be missing is what makes a block device of one.
 fn disk_works() -> Way {
+    if ublk::probe().is_ok() {
+        return Way { works: true, why: None };
+    }
     let missing: Vec<_> = [("/dev/fuse", "fuse"), ("/dev/loop-control", "loop")]
         .into_iter()
         .filter(|(node, _)| device(node) != Device::Usable)
@@ -135,7 +142,7 @@ fn disk_works() -> Way {
         .collect();
     let why = match (geteuid().is_root(), missing.is_empty()) {
         (true, true) => None,
-        (false, _) => Some("over NBD; as /dev/loopN for root only".into()),
+        (false, _) => Some("over NBD; as a block device for root only".into()),
         (true, false) => Some(format!("over NBD alone: {}", missing.join(", "))),
     };
     Way { works: true, why }
@@ -223,7 +230,16 @@ impl Display for Facts {
         row(f, "PAGEMAP_SCAN", &yes(self.pagemap_scan))?;
         row(f, "preload object", &self.preload_object.as_deref().unwrap_or("missing"))?;
         writeln!(f, "\nblock devices and file systems")?;
-        row(f, "ublk", &self.ublk)?;
+        match (self.ublk, self.ublk_resize) {
+            (Device::Usable, Some(true)) => row(f, "ublk", &"usable")?,
+            (Device::Usable, Some(false)) => {
+                row(f, "ublk", &"usable; disks keep their size (Linux 6.16 can change it)")?
+            }
+            (Device::Usable, None) => {
+                row(f, "ublk", &"too old: Linux 6.5 or newer is needed; or io_uring is forbidden")?
+            }
+            (device, _) => row(f, "ublk", &device)?,
+        }
         row(f, "FUSE", &self.fuse)?;
         row(f, "loop", &self.loop_control)?;
         row(f, "NBD", &self.nbd)?;

@@ -18,6 +18,7 @@ mod disks;
 mod safe;
 mod wire;
 
+use std::fmt::Display;
 use std::path::{PathBuf, absolute};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -26,6 +27,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use compcache_block::fuse_loop::{self, FuseLoopOptions};
+use compcache_block::ublk;
 use compcache_store::{Store, StoreConfig, Worker};
 use listenfd::ListenFd;
 use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit};
@@ -119,14 +121,22 @@ fn allow_many_descriptors() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
-/// A server that was killed leaves loop devices that answer with errors only, and mounts that nobody can use.
+/// A server that was killed leaves devices that answer with errors only, and mounts that nobody can use.
 fn clean_up_after_the_dead() {
     if !geteuid().is_root() {
         return;
     }
-    let done = fuse_loop::clean(&FuseLoopOptions::default().directory);
+    let loops = fuse_loop::clean(&FuseLoopOptions::default().directory);
+    tell_of_the_dead(loops.map(|cleaned| (cleaned.removed, cleaned.left)));
+    tell_of_the_dead(ublk::clean().map(|cleaned| (cleaned.removed, cleaned.left)));
+}
+
+/// What was removed, and what stays and why.
+type CleanedUp<E> = (Vec<PathBuf>, Vec<(PathBuf, E)>);
+
+fn tell_of_the_dead<E: Display>(done: Result<CleanedUp<E>, E>) {
     let (removed, left) = match done {
-        Ok(cleaned) => (cleaned.removed, cleaned.left),
+        Ok(cleaned) => cleaned,
         Err(error) => return say(&format!("compcache: cannot look for what killed servers left: {error}\n")),
     };
     for place in removed {

@@ -165,6 +165,9 @@ impl Attached {
     /// Smaller only while nobody uses it.
     fn resize(&self, name: &str, size_bytes: u64) -> anyhow::Result<()> {
         refuse_no_size(size_bytes)?;
+        if let Some(why) = self.wire.fixed_size() {
+            return Err(why.context(format!("disk {name} stays as it is")));
+        }
         if size_bytes < self.disk.size_bytes() {
             self.must_be_free(name)?;
         }

@@ -10,6 +10,7 @@ use anyhow::{Context, anyhow};
 use compcache_block::Disk;
 use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, FuseLoopOptions};
 use compcache_block::nbd::{Export, Listen, NbdServer};
+use compcache_block::ublk::{Holder, Ublk, UblkError, UblkOptions};
 
 use crate::control::At;
 use crate::run::say;
@@ -25,6 +26,8 @@ pub enum Wire {
     Nbd { server: NbdServer, uri: String },
     /// A loop device over FUSE.
     Loop(FuseLoop),
+    /// A device of ublk's.
+    Ublk(Ublk),
 }
 
 /// A transport that goes on, and why.
@@ -38,12 +41,16 @@ impl Wire {
     pub fn start(name: &str, disk: Arc<Disk>, at: &At, directory: &Path) -> anyhow::Result<Self> {
         let beside_us = || directory.join(format!("{name}.nbd"));
         let listen = match at {
-            At::Loop | At::BlockDevice => return Ok(Wire::Loop(FuseLoop::serve(disk, &FuseLoopOptions::default())?)),
-            At::Auto => match FuseLoop::serve(disk.clone(), &FuseLoopOptions::default()) {
-                Ok(served) => return Ok(Wire::Loop(served)),
-                Err(error @ FuseLoopError::Device(_)) => return Err(error.into()),
+            At::Ublk => return Ok(Wire::Ublk(Ublk::serve(disk, &UblkOptions::default())?)),
+            At::Loop => return Ok(Wire::Loop(FuseLoop::serve(disk, &FuseLoopOptions::default())?)),
+            At::BlockDevice => return Ok(block_device(name, &disk)??),
+            At::Auto => match block_device(name, &disk)? {
+                Ok(wire) => return Ok(wire),
                 Err(error) => {
-                    say(&format!("compcache: disk {name} is no block device but an NBD export: {error}\n"));
+                    say(&format!(
+                        "compcache: disk {name} is no block device but an NBD export: {error}
+"
+                    ));
                     Listen::Unix(beside_us())
                 }
             },
@@ -70,6 +77,19 @@ impl Wire {
         match self {
             Wire::Nbd { uri, .. } => uri.clone(),
             Wire::Loop(served) => served.path().display().to_string(),
+            Wire::Ublk(served) => served.path().display().to_string(),
+        }
+    }
+
+    /// Why its users could not be told of another size now, if they could not.
+    pub fn fixed_size(&self) -> Option<anyhow::Error> {
+        match self {
+            Wire::Ublk(served) if !served.can_be_resized() => Some(anyhow!(
+                "the size of {} is fixed: the kernel can change that of a ublk device since Linux 6.16; a disk made with \
+                 --transport loop can be resized here",
+                served.path().display()
+            )),
+            _ => None,
         }
     }
 
@@ -79,6 +99,7 @@ impl Wire {
             // Clients hear of it when they connect again: the protocol has no message for it.
             Wire::Nbd { .. } => Ok(()),
             Wire::Loop(served) => Ok(served.resized()?),
+            Wire::Ublk(served) => Ok(served.resized()?),
         }
     }
 
@@ -94,7 +115,8 @@ impl Wire {
                 let clients = server.connections();
                 (clients > 0).then(|| anyhow!("it is in use: NBD clients are connected ({clients}); disconnect them"))
             }
-            Wire::Loop(served) => served.holder().map(|by| anyhow!("{} is in use: {by}", served.path().display())),
+            Wire::Loop(served) => served.holder().map(|by| in_use(served.path(), &by)),
+            Wire::Ublk(served) => served.holder().map(|by| in_use(served.path(), &by)),
         }
     }
 
@@ -111,8 +133,33 @@ impl Wire {
             Wire::Loop(served) => {
                 served.remove().map_err(|not| Box::new(NotEnded { wire: Wire::Loop(not.disk), why: not.error.into() }))
             }
+            Wire::Ublk(served) => {
+                served.remove().map_err(|not| Box::new(NotEnded { wire: Wire::Ublk(not.disk), why: not.error.into() }))
+            }
         }
     }
+}
+
+/// The best block device that can be had here: ublk's, else a loop device; or why there is none.
+///
+/// # Errors
+/// The disk cannot be served in any way.
+fn block_device(name: &str, disk: &Arc<Disk>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
+    match Ublk::serve(disk.clone(), &UblkOptions::default()) {
+        Ok(served) => return Ok(Ok(Wire::Ublk(served))),
+        Err(error @ UblkError::Device(_)) => return Err(error.into()),
+        // As on most machines, and nothing is amiss.
+        Err(UblkError::NotPrivileged | UblkError::NodeMissing { .. } | UblkError::TooOld { .. }) => {}
+        Err(error) => say(&format!("compcache: disk {name} is not served by ublk: {error}\n")),
+    }
+    match FuseLoop::serve(disk.clone(), &FuseLoopOptions::default()) {
+        Err(error @ FuseLoopError::Device(_)) => Err(error.into()),
+        served => Ok(served.map(Wire::Loop)),
+    }
+}
+
+fn in_use(device: &Path, by: &Holder) -> anyhow::Error {
+    anyhow!("{} is in use: {by}", device.display())
 }
 
 /// A path as part of a URI.

@@ -11,6 +11,7 @@
 //! | `disks.rs`         | `compcache serve` and its disks do what they are told, and say why when they do not      |
 //! | `disk_clients.rs`  | file systems, fio, stress-ng, git, tar, sqlite on such a disk find what they wrote       |
 //! | `nbd_client.rs`    | so does the kernel's NBD client, in an emulated machine                                  |
+//! | `ublk_disks.rs`    | the same over ublk, in an emulated machine whose kernel has it                           |
 //!
 //! Each runs both ways of eviction. What a machine lacks is skipped, printed and counted (`COMPCACHE_REQUIRE_ALL=1`
 //! makes it fail). A program that hangs is a failure: what its threads wait for is printed, then it is killed.
@@ -36,3 +37,4 @@ mod real_programs;
 mod support;
 mod swap;
 mod traps;
+mod ublk_disks;
