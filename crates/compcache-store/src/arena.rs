@@ -132,26 +132,31 @@ impl Arena {
 
     /// Finds room for an object of `class`, touching new memory only as far as `credit` goes.
     pub fn allocate(&self, class: Class, budget: &Budget, credit: &mut Credit) -> Result<Location, StoreError> {
+        if self.wants_reserve()
+            && let Some(location) = self.allocate_touched(class, budget, credit)
+        {
+            return Ok(location);
+        }
         let mut lists = self.lists(class);
-        // Memory that is there comes before memory that the system would have to find now.
-        let new_pages_max = if self.has_reserve() { 0 } else { credit.bytes / PAGE };
-        if let Some(location) = self.place_in_listed(&mut lists, class, new_pages_max as usize, budget, credit) {
+        let pages = (credit.bytes / PAGE) as usize;
+        if let Some(location) = self.place_in_listed(&mut lists, class, pages, budget, credit) {
             return Ok(self.after_growth(lists, location, budget, credit));
         }
-        let (id, touched_pages) = match self.take_prepared() {
-            Some(id) => (id, SPAN_BYTES / PAGE_SIZE),
-            None => (self.fresh_span(budget, credit)?, 0),
-        };
-        let span = self.span(id);
-        span.begin(class);
-        span.set_touched_pages(touched_pages);
-        self.link(&mut lists, id, span, class);
-        lists.free += class.objects();
-        let pages = credit.bytes / PAGE;
-        let placed = self.place(&mut lists, id, class, pages as usize, budget, credit);
+        let id = self.fresh_span(budget, credit)?;
+        self.begin_span(&mut lists, id, class, 0);
+        let placed = self.place(&mut lists, id, class, (credit.bytes / PAGE) as usize, budget, credit);
         let refused = StoreError::LimitReached { used_bytes: budget.used_bytes(), limit_bytes: budget.limit_bytes() };
         let location = placed.ok_or(refused)?;
         Ok(self.after_growth(lists, location, budget, credit))
+    }
+
+    /// Makes an unused span one of `class`, with so much memory.
+    fn begin_span(&self, lists: &mut Lists, id: u32, class: Class, touched_pages: usize) {
+        let span = self.span(id);
+        span.begin(class);
+        span.set_touched_pages(touched_pages);
+        self.link(lists, id, span, class);
+        lists.free += class.objects();
     }
 
     /// Finds room for an object that compaction moves out of a victim: in spans that hold objects already.
@@ -342,7 +347,7 @@ impl Arena {
     ) -> Location {
         let ahead = (budget.used_bytes() / AHEAD_SHARE).min(AHEAD_PAGES_MAX) as usize;
         // With a reserve, memory is asked for elsewhere, and not under a lock.
-        if after == before || after - before >= ahead || self.reserve_wanted.load(Relaxed) > 0 {
+        if after == before || after - before >= ahead || self.wants_reserve() {
             return location;
         }
         let span = self.span(location.span());
@@ -388,7 +393,11 @@ impl Arena {
     /// Whether the memory of a span that has just become empty stays, to be used again soon.
     fn keep(&self, span: &Span, budget: &Budget) -> bool {
         let bytes = span.touched_pages() as u64 * PAGE;
-        if self.kept_bytes.load(Relaxed) + bytes > KEPT_LEAST + budget.used_bytes() / KEPT_SHARE {
+        let kept_max = match self.wants_reserve() {
+            true => self.kept_ahead_bytes(span),
+            false => KEPT_LEAST + budget.used_bytes() / KEPT_SHARE,
+        };
+        if self.kept_bytes.load(Relaxed) + bytes > kept_max {
             return false;
         }
         self.kept_bytes.fetch_add(bytes, Relaxed);

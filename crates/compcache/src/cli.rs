@@ -264,6 +264,8 @@ pub struct SwapOnArgs {
 pub enum SwapTransport {
     /// The best that this kernel has
     Auto,
+    /// The kernel's driver for block devices in user space, Linux 6.0
+    Ublk,
     /// A loop device over FUSE
     Loop,
 }

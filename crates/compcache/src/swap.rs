@@ -42,6 +42,7 @@ fn on(args: SwapOnArgs) -> anyhow::Result<String> {
         limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes)),
         at: match args.transport {
             SwapTransport::Auto => At::BlockDevice,
+            SwapTransport::Ublk => At::Ublk,
             SwapTransport::Loop => At::Loop,
         },
         for_swap: true,

@@ -6,10 +6,13 @@
 //!
 //! | kind                 | how much                       | for                                             |
 //! |----------------------|--------------------------------|-------------------------------------------------|
-//! | pages ahead          | 8 in each class that is used   | what comes in until the worker looks again      |
+//! | pages ahead          | 8 in each class                | what comes in until the worker looks again      |
 //! | prepared spans       | as set, [`Arena::set_reserve_bytes`] | a class that has used up its pages: it takes one instead of touching more |
 //!
-//! Example: 100 classes in use are 3 MiB of pages ahead, and 16 MiB of spans are 64. Pages that compress to a third fill the
+//! When both are used up, an object goes to a larger slot than it needs: all that is there is used before memory is asked for
+//! on the path.
+//!
+//! Example: 130 classes are 4 MiB of pages ahead, and 16 MiB of spans are 64. Pages that compress to a third fill the
 //! spans with 48 MiB of them; each span taken is made up for by 256 KiB of the 768 KiB that it freed.
 //!
 //! What is prepared counts as used: the system gave it.
@@ -21,7 +24,7 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use super::class::{Class, SPAN_BYTES};
+use super::class::{CLASSES, Class, SPAN_BYTES};
 use super::span::{NONE, Span};
 use super::sparse::pages_for;
 use super::{Arena, BINS, Location, PAGE};
@@ -33,9 +36,39 @@ use crate::page::PAGE_SIZE;
 const AHEAD_PAGES: usize = 8;
 
 impl Arena {
+    /// Whether a reserve is wanted.
+    pub(super) fn wants_reserve(&self) -> bool {
+        self.reserve_wanted.load(Relaxed) > 0
+    }
+
+    /// How much may stay in empty spans, if `span` is to be one of them: what their classes have ahead.
+    pub(super) fn kept_ahead_bytes(&self, span: &Span) -> u64 {
+        if span.touched_pages() <= 2 * AHEAD_PAGES { (2 * CLASSES * AHEAD_PAGES) as u64 * PAGE } else { 0 }
+    }
+
+    /// Finds room in memory that is there: of the class, in a prepared span, in a slot of a larger class.
+    pub(super) fn allocate_touched(&self, class: Class, budget: &Budget, credit: &mut Credit) -> Option<Location> {
+        let mut lists = self.lists(class);
+        let mut placed = self.place_in_listed(&mut lists, class, 0, budget, credit);
+        if placed.is_none()
+            && let Some(id) = self.take_prepared()
+        {
+            self.begin_span(&mut lists, id, class, SPAN_BYTES / PAGE_SIZE);
+            placed = self.place(&mut lists, id, class, 0, budget, credit);
+        }
+        drop(lists);
+        let larger = Class::all().filter(|larger| larger.0 > class.0);
+        let placed = placed.or_else(|| {
+            larger
+                .into_iter()
+                .find_map(|larger| self.place_in_listed(&mut self.lists(larger), larger, 0, budget, credit))
+        });
+        placed.map(|(location, ..)| location)
+    }
+
     /// Pages at a span's end that are there on purpose, though no object needs them.
     pub(super) fn ahead_pages(&self) -> usize {
-        if self.reserve_wanted.load(Relaxed) > 0 { AHEAD_PAGES } else { 0 }
+        if self.wants_reserve() { AHEAD_PAGES } else { 0 }
     }
 
     /// Wants so many bytes prepared from now on, in whole spans.
@@ -78,6 +111,7 @@ impl Arena {
 
     /// Has the pages ahead of a class. Returns whether some were missing.
     fn go_ahead(&self, class: Class, budget: &Budget) -> Result<bool, StoreError> {
+        self.begin_if_unused(class, budget)?;
         let Some(pages) = self.missing_ahead(class) else { return Ok(false) };
         budget.try_charge(pages as u64 * PAGE)?;
         let mut credit = Credit { bytes: pages as u64 * PAGE };
@@ -88,6 +122,16 @@ impl Arena {
         self.objects.populate(start + before * PAGE_SIZE, (after - before) * PAGE_SIZE);
         self.free(location, budget);
         Ok(true)
+    }
+
+    /// Gives a class a span if it has none with room.
+    fn begin_if_unused(&self, class: Class, budget: &Budget) -> Result<(), StoreError> {
+        let unused = |lists: &super::Lists| lists.bins.iter().all(|id| *id == NONE);
+        if unused(&self.lists(class)) {
+            let id = self.unused_span(budget)?;
+            self.begin_span(&mut self.lists(class), id, class, 0);
+        }
+        Ok(())
     }
 
     /// How many pages a class lacks, if it is worth a system call.
@@ -187,61 +231,76 @@ mod tests {
     const SPAN: u64 = SPAN_BYTES as u64;
 
     fn arena() -> (Arena, Budget, Credit) {
-        (Arena::reserve(8 * SPAN, false).unwrap(), Budget::new(u64::MAX), Credit::default())
+        (Arena::reserve(512 * SPAN, false).unwrap(), Budget::new(u64::MAX), Credit::default())
+    }
+
+    /// Objects of a class that fill so many pages.
+    fn objects_in(pages: usize, class: Class) -> usize {
+        pages * PAGE_SIZE / class.slot_bytes()
     }
 
     #[test]
-    fn what_is_prepared_is_taken_before_memory_is_touched() {
+    fn what_is_there_is_taken_before_memory_is_touched() {
+        const CLASS: Class = Class(9);
         let (arena, budget, mut credit) = arena();
         arena.set_reserve_bytes(2 * SPAN);
         while arena.refill(&budget).unwrap() {}
-        assert_eq!(arena.reserve_bytes(), 2 * SPAN);
         let used = budget.used_bytes();
-        // With no credit at all nothing could be touched.
-        let places: Vec<_> = (0..100).map(|_| arena.allocate(Class(9), &budget, &mut credit).unwrap()).collect();
-        assert_eq!((arena.reserve_bytes(), budget.used_bytes()), (SPAN, used));
-        // An emptied span goes back into the reserve, and not to the system.
-        arena.set_reserve_bytes(4 * SPAN);
+        let ahead = CLASSES as u64 * AHEAD_PAGES as u64 * PAGE;
+        assert!(
+            arena.reserve_bytes() == 2 * SPAN && (ahead / 2..=ahead + ahead / 8).contains(&(used - 2 * SPAN)),
+            "{used}"
+        );
+        // With no credit at all nothing could be touched. Pages ahead, prepared spans, then slots of larger classes.
+        let mut take = |pages| -> Vec<Location> {
+            (0..objects_in(pages, CLASS)).map(|_| arena.allocate(CLASS, &budget, &mut credit).unwrap()).collect()
+        };
+        let mut places = take(AHEAD_PAGES - 1);
+        assert_eq!(arena.reserve_bytes(), 2 * SPAN);
+        places.extend(take(2 * SPAN_BYTES / PAGE_SIZE));
+        assert_eq!(arena.reserve_bytes(), 0);
+        places.extend(take(AHEAD_PAGES));
+        assert!(places.last().is_some_and(|place| arena.class_of(*place).0 > CLASS.0));
+        assert_eq!(budget.used_bytes(), used);
+        // Emptied spans go back into the reserve, and not to the system.
         for place in places {
             arena.free(place, &budget);
         }
-        arena.retire_kept(&budget);
         assert_eq!((arena.reserve_bytes(), budget.used_bytes()), (2 * SPAN, used));
+        assert_eq!(arena.retire_kept(&budget), 0);
+        assert!(!arena.choose_sparse(), "compaction would give back what is ahead");
     }
 
     #[test]
-    fn a_class_in_use_has_pages_ahead_and_keeps_them() {
+    fn what_was_used_of_a_class_is_made_up_for() {
         let (arena, budget, mut credit) = arena();
-        let class = Class(9);
-        credit.bytes = 2 * PAGE;
-        budget.charge(2 * PAGE);
-        let first = arena.allocate(class, &budget, &mut credit).unwrap();
         arena.set_reserve_bytes(SPAN);
         while arena.refill(&budget).unwrap() {}
-        let ahead = AHEAD_PAGES as u64 - 1;
-        assert!((ahead..=ahead + 1).contains(&((budget.used_bytes() - SPAN) / PAGE - 2)), "{}", budget.used_bytes());
-        assert!(!arena.choose_sparse(), "compaction would give back what is ahead");
-        let used = budget.used_bytes();
-        for _ in 0..AHEAD_PAGES / 2 * PAGE_SIZE / class.slot_bytes() {
-            arena.allocate(class, &budget, &mut credit).unwrap();
+        for class in Class::all() {
+            for _ in 0..20 {
+                for _ in 0..objects_in(AHEAD_PAGES / 2, class) {
+                    arena.allocate(class, &budget, &mut credit).unwrap();
+                }
+                while arena.refill(&budget).unwrap() {}
+            }
+            assert_eq!(arena.reserve_bytes(), SPAN, "class {}", class.0);
         }
-        assert_eq!((arena.reserve_bytes(), budget.used_bytes()), (SPAN, used));
-        arena.free(first, &budget);
     }
 
     #[test]
-    fn a_reserve_stays_within_the_limit_and_the_addresses() {
+    fn a_reserve_stays_within_the_limit_and_is_given_back() {
         let (arena, budget, _) = arena();
         budget.set_limit_bytes(SPAN * 5 / 2);
         arena.set_reserve_bytes(u64::MAX);
         while arena.refill(&budget).is_ok_and(|more| more) {}
         assert_eq!(arena.reserve_bytes(), 2 * SPAN);
         budget.set_limit_bytes(u64::MAX);
-        while arena.refill(&budget).is_ok_and(|more| more) {}
-        assert_eq!(arena.reserve_bytes(), 8 * SPAN);
-        assert_eq!(budget.used_bytes(), 8 * SPAN + PAGE);
-        arena.set_reserve_bytes(SPAN);
+        arena.set_reserve_bytes(100 * SPAN);
         while arena.refill(&budget).unwrap() {}
-        assert_eq!((arena.reserve_bytes(), budget.used_bytes()), (SPAN, SPAN + PAGE));
+        assert_eq!(arena.reserve_bytes(), 100 * SPAN);
+        arena.set_reserve_bytes(0);
+        while arena.refill(&budget).unwrap() {}
+        arena.retire_kept(&budget);
+        assert!(arena.reserve_bytes() == 0 && budget.used_bytes() <= 20 * PAGE, "{}", budget.used_bytes());
     }
 }

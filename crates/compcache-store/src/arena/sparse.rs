@@ -66,9 +66,14 @@ impl Arena {
 
     /// The first span of the emptiest list, which is within an eighth of the sparsest.
     fn sparsest(&self, lists: &Lists) -> Option<(&Span, usize)> {
-        let id = *lists.bins.iter().find(|id| **id != NONE)?;
-        let span = self.span(id);
-        Some((span, span.objects()))
+        lists.bins.iter().find_map(|first| {
+            let mut id = *first;
+            // Empty ones are kept on purpose.
+            while id != NONE && self.span(id).objects() == 0 {
+                id = self.span(id).next.load(Relaxed);
+            }
+            (id != NONE).then(|| (self.span(id), self.span(id).objects()))
+        })
     }
 
     /// Whether the object at `location` should move. Needs no lock: the caller's object keeps the span what it is, and a
@@ -145,7 +150,7 @@ impl Arena {
 
     /// Gives back the memory that empty spans keep. Returns the bytes.
     pub fn retire_kept(&self, budget: &Budget) -> u64 {
-        if self.kept_bytes.load(Relaxed) == 0 {
+        if self.kept_bytes.load(Relaxed) == 0 || self.wants_reserve() {
             return 0;
         }
         Class::all().map(|class| self.retire_kept_in(class, budget)).sum()

@@ -10,6 +10,7 @@
 //! | the server's own pages are dropped or swapped        | all of it is populated and locked (`mlockall`)      | the first swap disk |
 //! | the machine is out of memory and something is killed | never the server (`oom_score_adj` -1000)            | the first swap disk |
 //! | a page comes in and needs memory to be kept in       | the store has a reserve, refilled by a thread that serves nothing | the first swap disk |
+//! | nobody has memory for the next request, the kernel neither | a ballast is thrown off                         | the first swap disk |
 //! | a table of the pool must grow                        | the tables of the whole disk are there              | each swap disk  |
 //!
 //! Threads inherit the first two, so they are done before there are any. All of it needs root; without, disks are served
@@ -20,6 +21,8 @@
 use std::ffi::c_void;
 use std::fs;
 use std::ops::Range;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -27,15 +30,21 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use compcache_block::fuse_loop::own_mounts;
 use compcache_store::{Pool, Store};
-use rustix::mm::{Advice, MlockAllFlags, madvise, mlockall};
+use rustix::mm::{Advice, MapFlags, MlockAllFlags, ProtFlags, madvise, mlockall, mmap_anonymous};
 use rustix::process::configure_io_flusher_behavior;
 
-use crate::kernel::ram_bytes;
+use crate::kernel::{clock_ns, ram_bytes};
 
 /// The reserve is so large a share of the RAM, within bounds: what a machine swaps out while the reserve's thread sleeps,
 /// and some more.
 const RESERVE_SHARE: u64 = 64;
 const RESERVE_BYTES: Range<u64> = 8 << 20..64 << 20;
+
+/// The ballast, likewise: what the kernel needs to hand over some requests.
+const BALLAST_SHARE: u64 = 128;
+const BALLAST_BYTES: Range<u64> = 2 << 20..16 << 20;
+/// Whoever fills the reserve has waited for so long when the ballast is thrown off.
+const STUCK: Duration = Duration::from_millis(100);
 
 /// Between two looks at the reserve: when it was used a moment ago, and else.
 const PAUSE_BUSY: Duration = Duration::from_millis(2);
@@ -43,9 +52,10 @@ const PAUSE_IDLE: Duration = Duration::from_millis(20);
 /// After the system or the limit refused memory.
 const PAUSE_REFUSED: Duration = Duration::from_millis(50);
 
-/// Mappings larger than this are populated at their ends alone: a stack is used from its end, a buffer from its start.
-const WHOLE_BYTES: usize = 3 << 19;
-const END_BYTES: usize = 256 << 10;
+/// Of larger mappings only a part is populated: of a stack, which lies above a page that nobody may touch, the end that is used;
+/// of a buffer as much as the largest request takes.
+const STACK_BYTES: usize = 128 << 10;
+const BUFFER_BYTES: usize = 5 << 18;
 
 const OOM_NEVER: &str = "-1000";
 
@@ -96,7 +106,10 @@ impl Safety {
                 .context("the server cannot lock its memory, as it must for swap (CAP_IPC_LOCK)")?;
             let reserve_bytes = (ram_bytes() / RESERVE_SHARE).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end);
             store.set_reserve_bytes(reserve_bytes);
-            start_refilling(store.clone())?;
+            let ballast =
+                Arc::new(Ballast::new((ram_bytes() / BALLAST_SHARE).clamp(BALLAST_BYTES.start, BALLAST_BYTES.end))?);
+            start_refilling(store.clone(), ballast.clone())?;
+            start_watching(ballast)?;
             *done = true;
         }
         while store.refill().context("there is no memory for the reserve that swap needs")? {}
@@ -112,12 +125,18 @@ impl Safety {
     }
 }
 
-/// Refills the reserve, off the path of those who use it.
-fn start_refilling(store: Arc<Store>) -> anyhow::Result<()> {
+/// Refills the reserve, off the path of those who use it; and the ballast after it.
+fn start_refilling(store: Arc<Store>, ballast: Arc<Ballast>) -> anyhow::Result<()> {
     let refill = move || {
         let mut pause = PAUSE_IDLE;
         loop {
-            match store.refill() {
+            ballast.asking.store(clock_ns(), Relaxed);
+            let refilled = store.refill();
+            if refilled == Ok(false) {
+                ballast.take_on();
+            }
+            ballast.asking.store(NOT_ASKING, Relaxed);
+            match refilled {
                 // One unit after the other while some are missing.
                 Ok(true) => pause = PAUSE_BUSY,
                 Ok(false) => {
@@ -132,48 +151,114 @@ fn start_refilling(store: Arc<Store>) -> anyhow::Result<()> {
     thread.map(drop).context("cannot start the thread that refills the reserve")
 }
 
+/// Throws the ballast off when who fills the reserve gets no memory: then requests wait for the kernel, which waits for
+/// memory that only requests that end would free.
+fn start_watching(ballast: Arc<Ballast>) -> anyhow::Result<()> {
+    let watch = move || {
+        loop {
+            thread::sleep(STUCK / 4);
+            let since_ns = ballast.asking.load(Relaxed);
+            if since_ns != NOT_ASKING && u128::from(clock_ns() - since_ns) > STUCK.as_nanos() {
+                ballast.throw_off();
+            }
+        }
+    };
+    let thread = thread::Builder::new().name("ballast".into()).spawn(watch);
+    thread.map(drop).context("cannot start the thread that watches over the reserve")
+}
+
+const NOT_ASKING: u64 = 0;
+
+/// Memory that is held only to be given back when there is no other.
+struct Ballast {
+    start: usize,
+    bytes: usize,
+    is_on: AtomicBool,
+    /// Since when the system is asked for memory, on [`clock_ns`], or [`NOT_ASKING`].
+    asking: AtomicU64,
+}
+
+impl Ballast {
+    fn new(bytes: u64) -> anyhow::Result<Ballast> {
+        let (bytes, access) = (bytes as usize, ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: a new mapping, at an address of the kernel's choice, disturbs nobody's memory.
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) };
+        let start = start.context("there is no memory for the ballast that swap needs")? as usize;
+        let ballast = Ballast { start, bytes, is_on: AtomicBool::new(false), asking: AtomicU64::new(NOT_ASKING) };
+        ballast.take_on();
+        Ok(ballast)
+    }
+
+    fn take_on(&self) {
+        if !self.is_on.swap(true, Relaxed) {
+            // SAFETY: our own mapping, whose contents mean nothing. Kernels before 5.14 refuse; then there is no ballast.
+            let _ = unsafe { madvise(self.start as *mut c_void, self.bytes, Advice::LinuxPopulateWrite) };
+        }
+    }
+
+    /// May be done again and again, also while it is being taken on.
+    fn throw_off(&self) {
+        self.is_on.store(false, Relaxed);
+        // SAFETY: as above. Kernels before 5.18 do not give locked memory back; then it stays.
+        let _ = unsafe { madvise(self.start as *mut c_void, self.bytes, Advice::LinuxDontneedLocked) };
+    }
+}
+
 /// Asks for the memory of all that is mapped, but for the store, which has its reserve.
 fn populate(store: &Store) {
     let own = store.memory_ranges().map(|(start, length)| start..start + length);
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    for mapping in maps.lines().filter_map(Mapping::parse) {
+    for mapping in Mapping::all(&maps) {
         if own.iter().any(|range| range.contains(&mapping.range.start)) {
             continue;
         }
         let advice = if mapping.writable { Advice::LinuxPopulateWrite } else { Advice::LinuxPopulateRead };
-        for part in mapping.parts() {
-            // SAFETY: populating changes no content and frees nothing, whatever is mapped there by now. Kernels before 5.14
-            // refuse, and what cannot be had is not: then it comes as it is touched.
-            let _ = unsafe { madvise(part.start as *mut c_void, part.len(), advice) };
-        }
+        let part = mapping.part();
+        // SAFETY: populating changes no content and frees nothing, whatever is mapped there by now. Kernels before 5.14
+        // refuse, and what cannot be had is not: then it comes as it is touched.
+        let _ = unsafe { madvise(part.start as *mut c_void, part.len(), advice) };
     }
 }
 
-/// A line of `/proc/self/maps`.
+/// A line of `/proc/self/maps` about memory that can be read and is not shared.
 #[derive(Debug, PartialEq)]
 struct Mapping {
     range: Range<usize>,
     writable: bool,
     of_file: bool,
+    /// It lies directly above one that nobody may touch.
+    guarded: bool,
 }
 
 impl Mapping {
-    /// `None` for what cannot be read and what is the kernel's.
-    fn parse(line: &str) -> Option<Mapping> {
-        let mut words = line.split_ascii_whitespace();
-        let (start, end) = words.next()?.split_once('-')?;
-        let (access, name) = (words.next()?, words.nth(3).unwrap_or_default());
-        let address = |text| usize::from_str_radix(text, 16).ok();
-        let range = address(start)?..address(end)?;
-        let usual = access.starts_with('r') && access.ends_with('p') && !name.starts_with("[v");
-        usual.then(|| Mapping { range, writable: access.as_bytes()[1] == b'w', of_file: name.starts_with('/') })
+    fn all(maps: &str) -> Vec<Mapping> {
+        let mut guard_end = 0;
+        let parse = |line: &str| {
+            let mut words = line.split_ascii_whitespace();
+            let (start, end) = words.next()?.split_once('-')?;
+            let (access, name) = (words.next()?, words.nth(3).unwrap_or_default());
+            let address = |text| usize::from_str_radix(text, 16).ok();
+            let range = address(start)?..address(end)?;
+            let guarded = range.start == guard_end;
+            if access.starts_with("---") {
+                guard_end = range.end;
+            }
+            // The kernel's own have names like [vvar].
+            let usual = access.starts_with('r') && access.ends_with('p') && !name.starts_with("[v");
+            let writable = access.as_bytes()[1] == b'w';
+            usual.then(|| Mapping { range, writable, of_file: name.starts_with('/'), guarded })
+        };
+        maps.lines().filter_map(parse).collect()
     }
 
-    fn parts(&self) -> Vec<Range<usize>> {
-        if self.of_file || self.range.len() <= WHOLE_BYTES {
-            return vec![self.range.clone()];
+    /// What of it is used, as far as that can be told from outside.
+    fn part(&self) -> Range<usize> {
+        let Range { start, end } = self.range;
+        match (self.of_file, self.guarded) {
+            (true, _) => start..end,
+            (false, true) => end - STACK_BYTES.min(end - start)..end,
+            (false, false) => start..start + BUFFER_BYTES.min(end - start),
         }
-        vec![self.range.start..self.range.start + END_BYTES, self.range.end - END_BYTES..self.range.end]
     }
 }
 
@@ -183,22 +268,16 @@ mod tests {
 
     #[test]
     fn mappings_are_told_apart() {
-        let text = "55d0a000-55d0b000 r-xp 00001000 fe:01 1234   /usr/bin/compcache";
-        assert_eq!(
-            Mapping::parse(text),
-            Some(Mapping { range: 0x55d0a000..0x55d0b000, writable: false, of_file: true })
-        );
-        let stack = Mapping::parse("7f0000000000-7f0000200000 rw-p 00000000 00:00 0").unwrap();
-        assert!(stack.writable && !stack.of_file);
-        assert_eq!(stack.parts(), [0x7f0000000000..0x7f0000040000, 0x7f00001c0000..0x7f0000200000]);
-        for other in [
-            "7f0000000000-7f0000200000 ---p 00000000 00:00 0",
-            "7f0000000000-7f0000200000 rw-s 00000000 00:01 5 /dev/zero",
-            "7ffc00000000-7ffc00004000 r--p 00000000 00:00 0 [vvar]",
-            "",
-        ] {
-            assert_eq!(Mapping::parse(other), None, "{other}");
-        }
+        let maps = "55d0a000-55d0b000 r-xp 00001000 fe:01 1234   /usr/bin/compcache\n\
+                    7f0000000000-7f0000001000 ---p 00000000 00:00 0\n\
+                    7f0000001000-7f0000201000 rw-p 00000000 00:00 0\n\
+                    7f0000201000-7f0001201000 rw-p 00000000 00:00 0\n\
+                    7f0001201000-7f0001202000 rw-s 00000000 00:01 5 /dev/zero\n\
+                    7ffc00000000-7ffc00004000 r--p 00000000 00:00 0 [vvar]\n";
+        let [text, stack, buffer] = &Mapping::all(maps)[..] else { panic!("{:?}", Mapping::all(maps)) };
+        assert!(text.of_file && !text.writable && text.part() == text.range);
+        assert!(stack.guarded && stack.writable && stack.part() == (0x7f00001e1000..0x7f0000201000));
+        assert_eq!(buffer.part(), 0x7f0000201000..0x7f0000341000);
     }
 
     #[test]

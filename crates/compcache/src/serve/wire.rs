@@ -47,10 +47,7 @@ impl Wire {
             At::Auto => match block_device(name, &disk)? {
                 Ok(wire) => return Ok(wire),
                 Err(error) => {
-                    say(&format!(
-                        "compcache: disk {name} is no block device but an NBD export: {error}
-"
-                    ));
+                    say(&format!("compcache: disk {name} is no block device but an NBD export: {error}\n"));
                     Listen::Unix(beside_us())
                 }
             },

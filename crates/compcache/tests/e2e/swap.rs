@@ -225,3 +225,9 @@ fn a_machine_with_one_processor_swaps_to_a_loop_device_that_is_not_taken_away() 
 fn a_machine_swaps_to_a_loop_device_at_three_times_its_memory_and_outlives_hogs_and_the_server() {
     carries_a_mix_survives_a_hog_and_its_servers_death(LOOP);
 }
+
+#[test]
+fn xperiment() {
+    let script = fs::read_to_string(std::env::var("VM_SCRIPT").unwrap()).unwrap();
+    run(std::env::var("VM_CPUS").unwrap().parse().unwrap(), &script, 900);
+}

@@ -1,0 +1,194 @@
+//! Swap on this machine's own kernel: on and off, what makes the server safe, and programs in a memory cgroup that check
+//! every byte. What must not be tried on a machine that others use is in `swap.rs`.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use compcache_testkit::features::{Feature, requires};
+use serde_json::Value;
+
+use crate::support::{Server, alone, memory_tester};
+
+const NEEDED: [Feature; 6] = [
+    Feature::Root,
+    Feature::Fuse,
+    Feature::Loop,
+    Feature::CgroupMemory,
+    Feature::Program("mkswap"),
+    Feature::Program("swapon"),
+];
+
+/// Before all other swap there may be; `--unprotected`, for containers in which root is not all root.
+const ON: [&str; 8] = ["swap", "on", "--size", "512M", "--priority", "32767", "--unprotected", "--name"];
+
+/// Swap of a server of the test's own, off at the end whatever happens.
+struct Swap {
+    server: Server,
+    device: String,
+}
+
+impl Swap {
+    fn on() -> Swap {
+        let server = Server::start(&["--memory", "1G"]);
+        let printed = server.ok(&[&ON[..], &["s", "--transport", "loop"]].concat());
+        let device = printed.split_whitespace().nth(1).expect("a name and a device").to_owned();
+        Swap { server, device }
+    }
+
+    /// Bytes swapped out to it now.
+    fn used_bytes(&self) -> Option<u64> {
+        let swaps = fs::read_to_string("/proc/swaps").expect("a table");
+        let line = swaps.lines().find(|line| line.split_whitespace().next() == Some(&self.device))?;
+        line.split_whitespace().nth(3)?.parse::<u64>().ok().map(|kib| kib << 10)
+    }
+
+    fn status(&self, key: &str) -> String {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.server.child.id())).expect("its status");
+        let line = status.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_default();
+        line.trim_start_matches(':').trim().to_owned()
+    }
+}
+
+impl Drop for Swap {
+    fn drop(&mut self) {
+        if self.used_bytes().is_some() {
+            let _ = Command::new("swapoff").arg(&self.device).status();
+        }
+    }
+}
+
+/// A memory cgroup of the test's own.
+struct Cgroup(PathBuf);
+
+impl Cgroup {
+    fn new(limit_bytes: u64) -> Cgroup {
+        let name = format!("compcache-test-{}", std::process::id());
+        let v1 = PathBuf::from("/sys/fs/cgroup/memory");
+        let (root, file) = match v1.is_dir() {
+            true => (v1, "memory.limit_in_bytes"),
+            false => (PathBuf::from("/sys/fs/cgroup"), "memory.max"),
+        };
+        let cgroup = Cgroup(root.join(name));
+        fs::create_dir(&cgroup.0).expect("a cgroup");
+        fs::write(cgroup.0.join(file), limit_bytes.to_string()).expect("a limit");
+        cgroup
+    }
+
+    /// The command, inside.
+    fn command(&self, program: &std::path::Path) -> Command {
+        let mut command = Command::new("sh");
+        let procs = self.0.join("cgroup.procs");
+        command.arg("-c").arg(r#"echo $$ >"$0" && exec "$@""#).arg(procs).arg(program);
+        command
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let until = Instant::now() + Duration::from_secs(5);
+        while fs::remove_dir(&self.0).is_err() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+#[test]
+fn swap_is_on_until_it_is_off_and_the_disk_stays_as_long() {
+    if !requires(&NEEDED) {
+        return;
+    }
+    let _alone = alone();
+    let swap = Swap::on();
+    let swaps = fs::read_to_string("/proc/swaps").unwrap();
+    let line = swaps.lines().find(|line| line.starts_with(&format!("{} ", swap.device))).expect("it is on");
+    assert_eq!(line.split_whitespace().last(), Some("32767"));
+    let listed = swap.server.ok(&["list"]);
+    assert!(listed.lines().any(|line| line.starts_with("s ") && line.contains("[SWAP]")), "{listed}");
+    let state: Value = serde_json::from_str(&swap.server.ok(&["show", "--json", "s"])).unwrap();
+    assert_eq!(state["for_swap"], true);
+
+    for refused in [&["disk", "rm", "s"][..], &["disk", "rm", "--force", "s"], &["disk", "reset", "s"]] {
+        swap.server.refuses(refused, &["it is swap space", "swapoff"]);
+    }
+    swap.server.refuses(&["disk", "resize", "s", "64M"], &["it is swap space"]);
+    swap.server.refuses(&[&ON[..], &["s"]].concat(), &["swap stays as it was", "already"]);
+    swap.server.signal("-TERM");
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(swap.used_bytes().is_some() && swap.server.ok(&["list"]).contains("[SWAP]"), "the server is gone");
+
+    swap.server.ok(&["swap", "off", "s"]);
+    assert_eq!(swap.used_bytes(), None);
+    assert_eq!(swap.server.ok(&["disk", "list", "--json"]).trim(), "[]");
+    swap.server.refuses(&["swap", "off"], &["no disk that swap is on"]);
+    swap.server.refuses(&["swap", "off", "s"], &["no disk called s"]);
+}
+
+#[test]
+fn a_server_that_swap_is_on_is_locked_in_memory_and_by_itself() {
+    if !requires(&NEEDED) {
+        return;
+    }
+    let _alone = alone();
+    let swap = Swap::on();
+    let kib = |key: &str| swap.status(key).trim_end_matches(" kB").parse::<u64>().expect("a number");
+    // All that is there is locked: it maps much more than it uses.
+    assert!(kib("VmLck") >= kib("VmRSS"), "{} KiB of {} are locked", kib("VmLck"), kib("VmRSS"));
+    let namespace = |of: &str| fs::read_link(format!("/proc/{of}/ns/mnt")).expect("a namespace");
+    assert_ne!(namespace(&swap.server.child.id().to_string()), namespace("self"));
+    // The tables of 512 MiB, and the reserve, are there before anything is swapped out.
+    assert!(swap.server.stat("s", "table_bytes") >= 128 * 3 * 4096);
+    assert!(swap.server.stat("s", "mem_used_max") >= 8 << 20);
+    let protected =
+        ["oom_score_adj"].map(|file| fs::read_to_string(format!("/proc/{}/{file}", swap.server.child.id())).unwrap());
+    // Root without CAP_SYS_RESOURCE may not; then swap must be refused unless asked for unprotected.
+    if protected[0].trim() != "-1000" {
+        swap.server.refuses(
+            &["swap", "on", "--size", "64M", "--name", "t"],
+            &["not safe to swap to", "CAP_SYS_RESOURCE", "--unprotected"],
+        );
+    }
+    swap.server.ok(&["swap", "off"]);
+}
+
+#[test]
+fn a_program_in_a_memory_cgroup_finds_every_byte_that_was_swapped_out() {
+    if !requires(&NEEDED) {
+        return;
+    }
+    let _alone = alone();
+    let swap = Swap::on();
+    let cgroup = Cgroup::new(48 << 20);
+    let mut tester = cgroup.command(memory_tester());
+    let output =
+        tester.args(["--seed", "7", "--seconds", "4", "--mb", "128", "--threads", "3"]).output().expect("it starts");
+    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.contains("right"), "{said}");
+    for (stat, least) in [("num_writes", 10_000), ("num_reads", 10_000), ("notify_free", 1)] {
+        assert!(swap.server.stat("s", stat) >= least, "{stat}: {}", swap.server.stat("s", stat));
+    }
+    for stat in ["failed_reads", "failed_writes", "invalid_io"] {
+        assert_eq!(swap.server.stat("s", stat), 0, "{stat}");
+    }
+    swap.server.ok(&["swap", "off"]);
+}
+
+#[test]
+fn swap_that_cannot_be_made_leaves_nothing_behind() {
+    if !requires(&NEEDED) {
+        return;
+    }
+    let _alone = alone();
+    let server = Server::start(&["--memory", "64M"]);
+    let on = |arguments: &[&'static str]| [&["swap", "on", "--unprotected"][..], arguments].concat();
+    server.refuses(&on(&["--size", "8K"]), &["swap stays as it was", "mkswap"]);
+    server.refuses(&on(&["--size", "0"]), &["no size"]);
+    server.refuses(&on(&["--size", "1G", "--name", "a/b"]), &["no name for a disk"]);
+    // Its tables alone would take more than the server may.
+    server.refuses(&on(&["--size", "90G"]), &["swap stays as it was", "no memory for the tables", "limit"]);
+    server.refuses(&on(&["--priority", "40000"]), &["--priority"]);
+    assert_eq!(server.ok(&["disk", "list", "--json"]).trim(), "[]");
+    let small = Server::start(&["--memory", "4M"]);
+    small.refuses(&on(&["--size", "64M"]), &["no memory for the reserve", "limit"]);
+}
