@@ -36,6 +36,11 @@ bench: bench-build
 	$(RELEASE)/compcache-bench hotcold
 	$(RELEASE)/compcache-bench latency
 	$(RELEASE)/compcache-bench programs
+	$(RELEASE)/compcache-bench dd
+	$(RELEASE)/compcache-bench disk
+	$(RELEASE)/compcache-bench disk-memory
+	$(RELEASE)/compcache-bench swap-latency
+	$(RELEASE)/compcache-bench scan --content python --order sequential,random --sides zram:lz4,swap:lz4
 
 check:
 	$(CARGO) fmt --all --check

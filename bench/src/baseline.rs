@@ -5,6 +5,7 @@
 //! | `zram:lz4`      | swap on a zram device with that compressor (`lzo-rle`, `lzo`, `zstd`: what the kernel has) |
 //! | `zswap:lzo`     | zswap with that compressor, in front of a swap file                                    |
 //! | `disk`          | a swap file alone: a loop device with direct I/O, throttled when asked                 |
+//! | `swap:lz4`      | not the kernel's: swap on a disk of ours (`compcache serve`) over FUSE and a loop device |
 //! | `none`          | the limit alone; the kernel ends what does not fit                                     |
 //!
 //! A run enters a control group that limits its memory; the swap is the machine's, at priority 100, so no other swap of
@@ -19,12 +20,13 @@ pub mod zswap;
 
 use std::fmt;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::{Context, Result};
 use serde::Serialize;
 
+use crate::device::{Device, Kind, Server};
 use crate::session::{Session, Undo};
 use cgroup::Cgroup;
 use loop_device::Throttle;
@@ -41,6 +43,8 @@ pub enum SwapPath {
     Zswap(String),
     /// A swap file.
     Disk,
+    /// Swap on a disk of ours, with this codec.
+    Ours(String),
     /// No swap.
     None,
 }
@@ -53,8 +57,9 @@ impl FromStr for SwapPath {
             ("zram", codec) if !codec.is_empty() => Ok(SwapPath::Zram(codec.to_owned())),
             ("zswap", codec) if !codec.is_empty() => Ok(SwapPath::Zswap(codec.to_owned())),
             ("disk", "") => Ok(SwapPath::Disk),
+            ("swap", codec) if !codec.is_empty() => Ok(SwapPath::Ours(codec.to_owned())),
             ("none", "") => Ok(SwapPath::None),
-            _ => Err(format!("{word:?} is none of zram:CODEC, zswap:CODEC, disk, none")),
+            _ => Err(format!("{word:?} is none of zram:CODEC, zswap:CODEC, swap:CODEC, disk, none")),
         }
     }
 }
@@ -65,6 +70,7 @@ impl fmt::Display for SwapPath {
             SwapPath::Zram(codec) => f.pad(&format!("zram:{codec}")),
             SwapPath::Zswap(codec) => f.pad(&format!("zswap:{codec}")),
             SwapPath::Disk => f.pad("disk"),
+            SwapPath::Ours(codec) => f.pad(&format!("swap:{codec}")),
             SwapPath::None => f.pad("none"),
         }
     }
@@ -90,22 +96,30 @@ pub struct Baseline<'s> {
     session: &'s Session,
     mark: usize,
     cgroup: Option<Cgroup>,
-    store: Store,
+    store: Store<'s>,
 }
 
-enum Store {
+enum Store<'s> {
     Nothing,
     Zram(u32),
     Zswap(PathBuf),
     Disk(PathBuf),
+    Ours(Box<Device<'s>>),
 }
 
 impl<'s> Baseline<'s> {
-    /// Sets up `path` and a control group limited to `limit_bytes`.
+    /// Sets up `path` and a control group limited to `limit_bytes`. `compcache` is the binary that [`SwapPath::Ours`] runs,
+    /// outside that group.
     ///
     /// # Errors
     /// Something is missing or in use; what had been set up is undone.
-    pub fn set_up(session: &'s Session, path: &SwapPath, limit_bytes: u64, throttle: Throttle) -> Result<Baseline<'s>> {
+    pub fn set_up(
+        session: &'s Session,
+        path: &SwapPath,
+        limit_bytes: u64,
+        throttle: Throttle,
+        compcache: &Path,
+    ) -> Result<Baseline<'s>> {
         let mut made = Baseline { session, mark: session.mark(), cgroup: None, store: Store::Nothing };
         made.cgroup = Some(Cgroup::make(session, Some(limit_bytes))?);
         if *path != SwapPath::None {
@@ -115,6 +129,12 @@ impl<'s> Baseline<'s> {
             SwapPath::None => Store::Nothing,
             SwapPath::Zram(codec) => Store::Zram(set_up_zram(session, codec)?),
             SwapPath::Disk => Store::Disk(made.set_up_disk(throttle)?),
+            SwapPath::Ours(codec) => {
+                let kind = Kind::Ours { codec: codec.clone(), binary: None };
+                let device = Device::set_up(session, &kind, SWAP_BYTES, compcache)?;
+                swap::on(session, device.path(), SWAP_BYTES)?;
+                Store::Ours(Box::new(device))
+            }
             SwapPath::Zswap(codec) => {
                 let device = made.set_up_disk(throttle)?;
                 zswap::enable(session, codec)?;
@@ -142,6 +162,25 @@ impl<'s> Baseline<'s> {
             Store::Zram(number) => zram::held(*number),
             Store::Zswap(device) => Held { original_bytes: swap::used_bytes(device), ..zswap::held() },
             Store::Disk(device) => Held { original_bytes: swap::used_bytes(device), ..Held::default() },
+            Store::Ours(device) => device.held(),
+        }
+    }
+
+    /// The device that is swapped to, if it is one.
+    pub fn swap_device(&self) -> Option<PathBuf> {
+        match &self.store {
+            Store::Nothing => None,
+            Store::Zram(number) => Some(PathBuf::from(format!("/dev/zram{number}"))),
+            Store::Zswap(device) | Store::Disk(device) => Some(device.clone()),
+            Store::Ours(device) => Some(device.path().to_owned()),
+        }
+    }
+
+    /// The server of [`SwapPath::Ours`].
+    pub fn server(&self) -> Option<&Server> {
+        match &self.store {
+            Store::Ours(device) => device.server(),
+            _ => None,
         }
     }
 
@@ -169,14 +208,14 @@ fn set_up_zram(session: &Session, codec: &str) -> Result<u32> {
 }
 
 /// Reads a file of the kernel without the newline at its end.
-fn read_trimmed(path: impl Into<PathBuf>) -> Result<String> {
+pub fn read_trimmed(path: impl Into<PathBuf>) -> Result<String> {
     let path = path.into();
     let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     Ok(text.trim().to_owned())
 }
 
 /// Writes a file of the kernel.
-fn write(path: impl Into<PathBuf>, text: &str) -> Result<()> {
+pub fn write(path: impl Into<PathBuf>, text: &str) -> Result<()> {
     let path = path.into();
     fs::write(&path, text).with_context(|| format!("cannot write {text:?} to {}", path.display()))
 }

@@ -1,7 +1,7 @@
 //! The command line.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -15,7 +15,7 @@ use crate::run::{self, Job, Output};
 use crate::session::{self, Session};
 use crate::side::Bench;
 use crate::table::mib;
-use crate::{hotcold, latency, programs, record, scan, store};
+use crate::{dd, disk, disk_memory, hotcold, latency, programs, record, scan, store, swap_latency};
 
 /// Compares compcache with the kernel's own compressed memory, side by side in one run.
 #[derive(Parser)]
@@ -52,6 +52,14 @@ enum Command {
     Latency(latency::Options),
     /// Real programs in a quarter of their memory, outputs compared.
     Programs(programs::Options),
+    /// A file on an ext4, read and written with dd, on ours and on the kernel's disks in RAM.
+    Dd(dd::Options),
+    /// 4 KiB blocks at random, read and written with fio, on ours and on the kernel's disks in RAM.
+    Disk(disk::Options),
+    /// How long each single read and write of swap takes, on a disk and on ours.
+    SwapLatency(swap_latency::Options),
+    /// What a disk that holds a source tree costs in memory.
+    DiskMemory(disk_memory::Options),
     /// Run a command under a memory limit with one of the kernel's paths.
     Baseline(BaselineOptions),
     /// Make the page images that are missing, and say what each holds.
@@ -68,7 +76,7 @@ struct BaselineOptions {
     /// The limit: bytes, or with K, M, G.
     #[arg(long, value_parser = bytes)]
     ram: u64,
-    /// zram:CODEC, zswap:CODEC, disk, none.
+    /// zram:CODEC, zswap:CODEC, swap:CODEC (a disk of ours), disk, none.
     #[arg(long, default_value = "zram:lz4")]
     swap: SwapPath,
     /// Slow the disk down to this many operations a second.
@@ -107,7 +115,11 @@ pub fn run() -> Result<u8> {
         Command::Hotcold(options) => hotcold::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Latency(options) => latency::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Programs(options) => programs::run(&begin()?, options, cli.quick, rounds, record)?,
-        Command::Baseline(options) => return baseline(options),
+        Command::Dd(options) => dd::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::Disk(options) => disk::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::SwapLatency(options) => swap_latency::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::DiskMemory(options) => disk_memory::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::Baseline(options) => return baseline(options, &compcache_path(cli.compcache.clone())?),
         Command::Corpus => list_corpus(),
         Command::Undo => println!("{} steps undone", session::undo()?),
         Command::Guard { journal } => session::guard(journal)?,
@@ -115,10 +127,10 @@ pub fn run() -> Result<u8> {
     Ok(0)
 }
 
-fn baseline(options: &BaselineOptions) -> Result<u8> {
+fn baseline(options: &BaselineOptions, compcache: &Path) -> Result<u8> {
     let session = Session::begin()?;
     let throttle = Throttle { iops: options.iops, bytes_per_s: options.bps };
-    let place = Baseline::set_up(&session, &options.swap, options.ram, throttle)?;
+    let place = Baseline::set_up(&session, &options.swap, options.ram, throttle, compcache)?;
     let job = Job { output: Output::Inherit, pin: options.pin, ..Job::new(options.command.iter()) };
     let outcome = run::run(&job, &place)?;
     let (peak, held) = (outcome.peak, outcome.peak.held);

@@ -6,6 +6,11 @@
 mod baseline;
 mod cli;
 mod compare;
+mod content;
+mod dd;
+mod device;
+mod disk;
+mod disk_memory;
 mod hotcold;
 mod laps;
 mod latency;
@@ -17,7 +22,9 @@ mod session;
 mod side;
 mod stat;
 mod store;
+mod swap_latency;
 mod table;
+mod trace;
 
 use std::process::ExitCode;
 

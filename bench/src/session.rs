@@ -27,6 +27,8 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::baseline::{cgroup, loop_device, swap, zram};
+use crate::device::{mount, process};
+use crate::trace;
 
 /// Everything that the bench makes and that outlives a process carries this in its name.
 pub const NAME: &str = "compcache-bench";
@@ -47,6 +49,12 @@ pub enum Undo {
     },
     /// Detach this loop device.
     Loop(PathBuf),
+    /// Unmount what is mounted here.
+    Mount(PathBuf),
+    /// Remove this instance of the kernel's tracing.
+    Trace(PathBuf),
+    /// End the processes whose command line names something in this directory.
+    Processes(PathBuf),
     /// Remove this directory and what is in it.
     Directory(PathBuf),
     /// Remove this file.
@@ -62,6 +70,10 @@ impl Undo {
             Undo::Swap(device) => swap::off(device),
             Undo::Zram { number, added } => zram::release(*number, *added),
             Undo::Loop(device) => loop_device::detach(device),
+            Undo::Mount(path) => mount::off(path),
+            Undo::Trace(path) if !path.exists() => Ok(()),
+            Undo::Trace(path) => Ok(fs::remove_dir(path)?),
+            Undo::Processes(directory) => process::end_all(directory),
             Undo::Directory(path) if !path.exists() => Ok(()),
             Undo::Directory(path) => Ok(fs::remove_dir_all(path)?),
             Undo::File(path) if !path.exists() => Ok(()),
@@ -137,7 +149,12 @@ impl Session {
 
     /// Undoes everything noted since `mark`; says on stderr what could not be undone.
     pub fn undo_to(&self, mark: usize) {
-        let undone = self.steps().split_off(mark);
+        let undone = {
+            let mut steps = self.steps();
+            // What belongs together may have been undone from an earlier mark.
+            let from = mark.min(steps.len());
+            steps.split_off(from)
+        };
         undo_all(&undone);
         // What is left is written anew; were this to fail, undoing twice does no harm.
         let left: Vec<_> = self.steps().iter().filter_map(|step| serde_json::to_string(step).ok()).collect();
@@ -243,7 +260,13 @@ fn find_by_name() -> Vec<Undo> {
     let mut found: Vec<Undo> = cgroup::find_by_name().into_iter().map(Undo::Cgroup).collect();
     let directories = fs::read_dir("/var/tmp").into_iter().flatten().flatten();
     let ours = directories.filter(|one| one.file_name().to_string_lossy().starts_with(&format!("{NAME}.")));
-    found.extend(ours.map(|one| Undo::Directory(one.path())));
+    for directory in ours.map(|one| one.path()) {
+        let inside = |path: &PathBuf| path.starts_with(&directory);
+        found.extend([Undo::Directory(directory.clone()), Undo::Processes(directory.clone())]);
+        // What was mounted first is unmounted last.
+        found.extend(mount::points().into_iter().filter(inside).map(Undo::Mount));
+    }
+    found.extend(trace::find_by_name().into_iter().map(Undo::Trace));
     for device in loop_device::find_by_name() {
         found.extend([Undo::Loop(device.clone()), Undo::Swap(device)]);
     }

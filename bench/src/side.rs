@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -105,6 +105,16 @@ impl Bench {
         &self.session
     }
 
+    /// How long a run may take.
+    pub fn patience(&self) -> Duration {
+        self.patience
+    }
+
+    /// The binary under test.
+    pub fn compcache(&self) -> &Path {
+        &self.compcache
+    }
+
     /// Runs `job` on `side` with `cap_bytes` of resident memory.
     ///
     /// # Errors
@@ -114,7 +124,7 @@ impl Bench {
         match side {
             Side::Ours(codec) => self.run_ours(codec, cap_bytes, job),
             Side::Kernel(path) => {
-                let place = Baseline::set_up(&self.session, path, cap_bytes, Throttle::default())?;
+                let place = Baseline::set_up(&self.session, path, cap_bytes, Throttle::default(), &self.compcache)?;
                 Ok(SideRun { outcome: run::run(job, &place)?, stats: None })
             }
             Side::Uncapped => {

@@ -27,11 +27,26 @@ fn left_by(pid: u32) -> Vec<String> {
             left.push(backing);
         }
     }
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    left.extend(mounts.lines().filter(|line| line.contains(&format!("{own}/"))).map(str::to_owned));
+    left.extend(processes_naming(&format!("{own}/")));
+    let instance = format!("/sys/kernel/tracing/instances/{own}");
+    if Path::new(&instance).exists() {
+        left.push(instance);
+    }
     let journal = format!("/run/compcache-bench/{pid}.journal");
     if Path::new(&journal).exists() {
         left.push(journal);
     }
     left
+}
+
+/// The command lines of the processes that say `word`.
+fn processes_naming(word: &str) -> Vec<String> {
+    let all = fs::read_dir("/proc").unwrap().flatten();
+    let lines = all.map(|one| fs::read(one.path().join("cmdline")).unwrap_or_default());
+    let lines = lines.map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
+    lines.filter(|line| line.contains(word)).collect()
 }
 
 fn zram_devices() -> usize {
@@ -97,6 +112,28 @@ fn a_bench_that_is_killed_leaves_nothing_behind() {
     }
     if requires(&[Feature::Zswap, Feature::Loop]) {
         killed_with(libc::SIGKILL, "zswap:lzo");
+    }
+}
+
+#[test]
+fn a_bench_that_is_killed_in_the_middle_of_a_dd_leaves_no_mount_and_no_server_behind() {
+    let programs = ["mkfs.ext4", "nbdkit", "nbdfuse"].map(Feature::Program);
+    if !requires(&[&[Feature::Root, Feature::Loop, Feature::Fuse, Feature::ZramDevice][..], &programs].concat()) {
+        return;
+    }
+    let devices = zram_devices();
+    let mut bench =
+        Command::new(BENCH).args(["--quick", "dd", "--blocks", "64"]).stdout(Stdio::null()).spawn().unwrap();
+    let pid = bench.id();
+    let is_dd = |line: &String| line.starts_with("dd ") && line.contains("oflag=sync");
+    wait_for("dd", || processes_naming(&format!("compcache-bench.{pid}/")).iter().any(is_dd));
+    let left = left_by(pid);
+    assert!(left.iter().any(|one| one.contains("ext4")) && left.iter().any(|one| one.contains("nbdkit")), "{left:?}");
+    bench.kill().unwrap();
+    bench.wait().unwrap();
+    wait_for("undoing", || left_by(pid).is_empty());
+    if Path::new("/sys/class/zram-control").exists() {
+        wait_for("removing the zram device", || zram_devices() == devices);
     }
 }
 
