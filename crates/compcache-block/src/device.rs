@@ -35,6 +35,12 @@ pub trait BlockDevice: Send + Sync {
     /// against the size it finds.
     fn size_bytes(&self) -> u64;
 
+    /// Whether a flush can make anything more lasting than it is when it is answered. Where it cannot, a transport may spare
+    /// its users the way: a file system asks for two with each write that it waits for.
+    fn needs_flush(&self) -> bool {
+        true
+    }
+
     /// What one thread needs to make requests. Takes all its memory here.
     ///
     /// # Errors

@@ -110,6 +110,11 @@ impl BlockDevice for Disk {
         self.size_bytes.load(SeqCst)
     }
 
+    /// What is written is in RAM, where it stays.
+    fn needs_flush(&self) -> bool {
+        false
+    }
+
     fn lane(self: Arc<Self>) -> Result<Box<dyn Lane>, DeviceError> {
         Ok(Box::new(lane::DiskLane::new(self)?))
     }

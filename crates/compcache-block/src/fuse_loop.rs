@@ -16,10 +16,14 @@
 //! | asked of `/dev/loopN`                 | arrives as                       | asked of the lane                 |
 //! |---------------------------------------|----------------------------------|-----------------------------------|
 //! | read, write                           | READ, WRITE, 1 MiB at most       | `read`, `write`                   |
-//! | flush; FUA, as a write and a flush    | FSYNC                            | `flush`                           |
+//! | flush; FUA, as a write and a flush    | FSYNC; once if none is needed    | `flush`                           |
 //! | discard; zeroes that may be holes     | FALLOCATE, punch a hole          | `discard` (`write_zeroes` at edges) |
 //! | zeroes that must be data              | FALLOCATE, zero a range          | `write_zeroes`                    |
 //! | -                                     | LSEEK for holes and data         | `extent`                          |
+//!
+//! A device that needs no flush ([`BlockDevice::needs_flush`]) says so to the first, and the kernel answers the others itself.
+//! The loop device could be told as well, and ask for none (`queue/write_cache`); but it would keep that to itself when it is
+//! detached, and the next file over it would be flushed no more.
 //!
 //! **Copies.** One for each direction, and it is the one that any server in user space pays: the kernel copies between
 //! the pages of the request and the buffer that the device reads from or writes into, which is the one fuser received in

@@ -97,6 +97,30 @@ fn a_flush_reaches_the_device_and_so_does_forced_unit_access() {
 }
 
 #[test]
+fn a_device_that_needs_no_flush_is_asked_for_none_and_flushes_succeed() {
+    if !can_serve(&[]) {
+        return;
+    }
+    let disk = disk(MIB);
+    assert!(!disk.needs_flush(), "a disk in RAM has nothing to flush");
+    let spied = Arc::new(Spied::lasting(disk));
+    let served = Served::new(spied.clone());
+    let file = served.open();
+    let mut bytes = Aligned::new(BLOCK_BYTES);
+    for generation in 1..4 {
+        fill_run(bytes.get(), 0, generation);
+        file.write_all_at(bytes.get(), 0).unwrap();
+        file.sync_all().unwrap();
+    }
+    let mut back = Aligned::new(BLOCK_BYTES);
+    file.read_exact_at(back.get(), 0).unwrap();
+    assert!(back.get() == bytes.get());
+    assert_eq!(spied.flushes.load(Ordering::SeqCst), 0);
+    drop(file);
+    served.remove();
+}
+
+#[test]
 fn errors_of_the_device_arrive_at_the_served_file_as_they_are() {
     if !can_serve(&[]) {
         return;

@@ -51,6 +51,7 @@ pub struct Spied {
     inner: Arc<dyn BlockDevice>,
     pub flushes: AtomicU64,
     pub forced: AtomicU64,
+    needs_flush: bool,
     counts_allocations: bool,
 }
 
@@ -75,13 +76,23 @@ impl Spied {
     }
 
     pub fn new(inner: Arc<dyn BlockDevice>) -> Spied {
-        Spied { inner, flushes: AtomicU64::new(0), forced: AtomicU64::new(0), counts_allocations: false }
+        let zero = || AtomicU64::new(0);
+        Spied { inner, flushes: zero(), forced: zero(), needs_flush: true, counts_allocations: false }
+    }
+
+    /// One that says that it has nothing to flush.
+    pub fn lasting(inner: Arc<dyn BlockDevice>) -> Spied {
+        Spied { needs_flush: false, ..Spied::new(inner) }
     }
 }
 
 impl BlockDevice for Spied {
     fn size_bytes(&self) -> u64 {
         self.inner.size_bytes()
+    }
+
+    fn needs_flush(&self) -> bool {
+        self.needs_flush
     }
 
     fn lane(self: Arc<Self>) -> Result<Box<dyn Lane>, DeviceError> {
