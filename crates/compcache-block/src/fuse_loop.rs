@@ -31,6 +31,8 @@
 //! fuser makes none for reads, writes, FSYNC and FALLOCATE either. It takes 16 MiB of address space a thread, of which
 //! 1 MiB is used.
 //!
+//! **Waking.** A thread that has answered looks for the next request a moment before it sleeps (linger.rs).
+//!
 //! **Errors.** On the file the errno is the device's. The kernel's block layer has fewer: a read or a write through
 //! `/dev/loopN` fails with ENOSPC or ENOMEM where the device says so, and with EIO for most else; a flush, a discard and
 //! zeroes always with EIO.
@@ -54,6 +56,7 @@ mod clean;
 mod error;
 mod file;
 mod lanes;
+mod linger;
 mod loop_device;
 mod namespace;
 mod place;
@@ -81,6 +84,7 @@ pub use crate::node::Holder;
 use crate::device::BlockDevice;
 use file::OneFile;
 use lanes::Lanes;
+use linger::Linger;
 use loop_device::{CONTROL, LoopDevice};
 use place::Place;
 use waiting::Waiting;
@@ -158,7 +162,8 @@ impl FuseLoop {
         let (file, name) = (place.file(), place.file_name().to_owned());
         disk.place = Some(place);
 
-        let served = OneFile { name, lanes, waiting, uid: getuid().as_raw(), gid: getgid().as_raw() };
+        let linger = Linger::new(connection.try_clone().map_err(FuseLoopError::at(Step::Handshake, &point))?);
+        let served = OneFile { name, lanes, waiting, linger, uid: getuid().as_raw(), gid: getgid().as_raw() };
         let mut config = Config::default();
         config.n_threads = Some(options.threads.get());
         config.clone_fd = true;

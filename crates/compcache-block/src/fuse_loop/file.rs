@@ -17,9 +17,11 @@ use fuser::{
 use linux_raw_sys::general::{FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE, FALLOC_FL_ZERO_RANGE, SEEK_DATA, SEEK_HOLE};
 
 use super::REQUEST_BYTES_MAX;
-use super::lanes::Lanes;
+use super::lanes::{Lanes, Own};
+use super::linger::Linger;
 use super::waiting::{EmptyRequest, Job, Seek, Waiting, done, errno};
 use crate::device::{BLOCK_BYTES, Manner, Outcome, Zeroes};
+use crate::error::DeviceError;
 
 const ROOT: INodeNo = INodeNo(1);
 const FILE: INodeNo = INodeNo(2);
@@ -35,6 +37,7 @@ pub(super) struct OneFile {
     pub name: String,
     pub lanes: Lanes,
     pub waiting: Arc<Waiting>,
+    pub linger: Linger,
     pub uid: u32,
     pub gid: u32,
 }
@@ -62,9 +65,16 @@ impl OneFile {
         }
     }
 
+    /// Calls `serve` with what this thread owns, or with why it owns nothing; then looks for the next request a while.
+    fn with_own<T>(&self, serve: impl FnOnce(Result<&mut Own, DeviceError>) -> T) -> T {
+        let answer = self.lanes.with_own(serve);
+        self.linger.look();
+        answer
+    }
+
     /// Serves a request that is answered with nothing.
     fn serve_empty(&self, request: EmptyRequest, reply: ReplyEmpty) {
-        self.lanes.with_own(|own| match own {
+        self.with_own(|own| match own {
             Ok(own) => match request.serve(&mut *own.lane, Manner::AT_ONCE) {
                 Ok(Outcome::Done(())) => reply.ok(),
                 Ok(Outcome::MustWait) => self.waiting.pass_on(own, Job::Empty { request, reply }),
@@ -118,7 +128,7 @@ impl Filesystem for OneFile {
         if length_bytes == 0 {
             return reply.data(&[]);
         }
-        self.lanes.with_own(|own| {
+        self.with_own(|own| {
             let own = match own {
                 Ok(own) => own,
                 Err(error) => return reply.error(errno(&error)),
@@ -144,7 +154,7 @@ impl Filesystem for OneFile {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        self.lanes.with_own(|own| {
+        self.with_own(|own| {
             let own = match own {
                 Ok(own) => own,
                 Err(error) => return reply.error(errno(&error)),
@@ -199,7 +209,7 @@ impl Filesystem for OneFile {
         };
         let Ok(offset_bytes) = u64::try_from(offset) else { return reply.error(Errno::ENXIO) };
         let seek = Seek { offset_bytes, size_bytes: self.lanes.device().size_bytes(), for_hole };
-        self.lanes.with_own(|own| match own {
+        self.with_own(|own| match own {
             Ok(own) => match seek.serve(&mut *own.lane, Manner::AT_ONCE) {
                 Ok(Outcome::Done(Some(at))) => reply.offset(at as i64),
                 Ok(Outcome::Done(None)) => reply.error(Errno::ENXIO),
