@@ -15,7 +15,7 @@
 //!
 //! | asked of `/dev/loopN`                 | arrives as                       | asked of the lane                 |
 //! |---------------------------------------|----------------------------------|-----------------------------------|
-//! | read, write                           | READ, WRITE, 1 MiB at most       | `read`, `write`                   |
+//! | read, write                           | READ, WRITE, 256 KiB at most     | `read`, `write`                   |
 //! | flush; FUA, as a write and a flush    | FSYNC; once if none is needed    | `flush`                           |
 //! | discard; zeroes that may be holes     | FALLOCATE, punch a hole          | `discard` (`write_zeroes` at edges) |
 //! | zeroes that must be data              | FALLOCATE, zero a range          | `write_zeroes`                    |
@@ -29,7 +29,7 @@
 //! the pages of the request and the buffer that the device reads from or writes into, which is the one fuser received in
 //! or the thread's own. A write that must wait is copied once more. **Allocations.** None on our side while serving;
 //! fuser makes none for reads, writes, FSYNC and FALLOCATE either. It takes 16 MiB of address space a thread, of which
-//! 1 MiB is used.
+//! 256 KiB are used.
 //!
 //! **Waking.** A thread that has answered looks for the next request a moment before it sleeps (linger.rs).
 //!
@@ -89,8 +89,9 @@ use loop_device::{CONTROL, LoopDevice};
 use place::Place;
 use waiting::Waiting;
 
-/// The largest request, in bytes. The loop device makes none that is larger than 1.25 MiB; those come in two.
-const REQUEST_BYTES_MAX: usize = 1 << 20;
+/// The largest request, in bytes. The loop device makes none that is larger than 1.25 MiB; those come in parts, which
+/// several threads serve at the same time: a write of 1 MiB is a millisecond's work for one.
+const REQUEST_BYTES_MAX: usize = 256 << 10;
 
 /// The node through which file systems are served.
 const FUSE: &str = "/dev/fuse";
