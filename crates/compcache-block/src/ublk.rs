@@ -27,14 +27,17 @@
 //! **A killed server.** What was in flight fails with EIO, at once, or after 30 s if every request that a queue can have was
 //! in flight (before Linux 6.16); so does what is asked later. Where the kernel can keep the disk of a dead server without
 //! having its users wait for it (`UBLK_F_USER_RECOVERY_FAIL_IO`, Linux 6.13), it is kept, so that it can be taken over; else
-//! the kernel takes it away as if it was pulled out. [`clean`] removes what is left, in both cases. Recovery without
+//! the kernel takes it away as if it was pulled out; swap that was on it cannot be taken off any more, for its device has
+//! gone ([`Abilities::keep`]). [`clean`] removes what is left, in both cases. Recovery without
 //! failing is never asked for: all that use the disk would hang until somebody comes, and that is the whole machine if it is
 //! swap.
 //!
 //! # What the serving process must not do
-//! Wait for itself: as in [`crate::fuse_loop`], it must do no I/O on the disk it serves, nor have files there. When the disk
-//! is used for swap it must also not wait for memory that only swapping frees: its lanes' memory and its stacks want
-//! mlockall(2) before the disk is served. Its threads here are marked as cleaning memory (`PR_SET_IO_FLUSHER`).
+//! Wait for itself: as in [`crate::fuse_loop`], it must do no I/O on the disk it serves, nor have files there. There [`clean`]
+//! helps if it is killed in the middle of that; here newer kernels fail what is in flight only when the last of its threads has
+//! ended, and one that waits for its own disk never does. When the disk is used for swap it must also not wait for memory
+//! that only swapping frees: its lanes' memory and its stacks want mlockall(2) before the disk is served. Its threads here
+//! are marked as cleaning memory (`PR_SET_IO_FLUSHER`).
 //!
 //! It needs root, the kernel module `ublk_drv` and Linux 6.5.
 

@@ -78,7 +78,7 @@ pub struct Create {
 pub enum At {
     /// A block device where that is possible (of ublk's, else a loop device), else NBD at a Unix socket.
     Auto,
-    /// A block device of either kind, or none.
+    /// A block device that stays when the server is killed, failing all requests, as swap wants it; or none.
     BlockDevice,
     /// A block device of ublk's.
     Ublk,

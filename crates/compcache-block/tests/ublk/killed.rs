@@ -13,11 +13,12 @@ use std::thread;
 use std::time::Duration;
 
 use compcache_block::Delayed;
-use compcache_block::ublk::{Ublk, clean};
+use compcache_block::ublk::{Ublk, clean, probe};
 use tempfile::TempDir;
 
 use crate::support::{
-    AT_LAST, Aligned, Mounted, assert_nothing_left, attribute, can_serve, disk, open_direct, options, run, wait_for,
+    AT_LAST, Aligned, Mounted, Served, assert_nothing_left, attribute, can_serve, disk, open_direct, options, run,
+    wait_for,
 };
 
 /// How many requests a queue of the server's holds; it has one queue.
@@ -96,6 +97,9 @@ fn hang(path: &Path, write: bool) -> mpsc::Receiver<io::Result<()>> {
 /// Kills a server whose queue holds `depth` requests with two in flight, and cleans up after it.
 fn kill_in_flight(depth: u16) {
     let mut server = Server::start(depth, Duration::from_secs(600));
+    // It looks every 30 seconds, unless told otherwise.
+    let name = server.path.file_name().unwrap().to_str().unwrap();
+    fs::write(format!("/sys/block/{name}/queue/io_timeout"), "3000").unwrap();
     let hanging = [hang(&server.path, false), hang(&server.path, true)];
     wait_for("both are in flight", || attribute(&server.path, "inflight").split_whitespace().all(|count| count == "1"));
     for result in &hanging {
@@ -122,7 +126,7 @@ fn nobody_hangs_on_a_killed_server_and_cleaning_leaves_nothing() {
     }
 }
 
-/// Then the kernel has no command left that it could complete to tell.
+/// Then the kernel has no command left that it could complete to tell, and notices when it looks after late requests.
 #[test]
 fn nobody_hangs_on_a_killed_server_whose_queue_was_full() {
     if can_serve(&[]) {
@@ -152,22 +156,28 @@ fn what_a_killed_server_leaves_mounted_can_be_unmounted_and_cleaned() {
     assert_nothing_left(&server.path);
 }
 
+/// Where the kernel keeps the device, its swap can be taken off, and the rest be cleaned. Elsewhere the swap stays, without a
+/// device; that harms nobody, and other disks can be served.
 #[test]
 fn a_system_whose_swap_is_on_a_killed_server_goes_on() {
     if !can_serve(&["mkswap", "swapon", "swapoff"]) {
         return;
     }
+    let keeps = probe().unwrap().keep;
     let mut server = Server::start(16, Duration::ZERO);
     let device = server.path.to_str().unwrap().to_owned();
     run("mkswap", &[&device]);
     run("swapon", &[&device]);
     server.kill();
-    // It has nothing to bring back.
+    wait_for("the kernel has noticed", || keeps || !server.path.exists());
     let off = Command::new("swapoff").arg(&device).output().unwrap();
-    println!("swapoff: {off:?}");
+    assert_eq!(off.status.success(), keeps, "{off:?}");
     wait_for("it can be cleaned", || {
         let _ = clean().unwrap();
         !crate::support::character(&server.path).exists()
     });
     assert_nothing_left(&server.path);
+    let swaps = fs::read_to_string("/proc/swaps").unwrap();
+    assert_eq!(swaps.contains("(deleted)"), !keeps, "{swaps}");
+    Served::new(disk(1 << 20)).remove();
 }

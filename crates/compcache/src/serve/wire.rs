@@ -10,7 +10,7 @@ use anyhow::{Context, anyhow};
 use compcache_block::Disk;
 use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, FuseLoopOptions};
 use compcache_block::nbd::{Export, Listen, NbdServer};
-use compcache_block::ublk::{Holder, Ublk, UblkError, UblkOptions};
+use compcache_block::ublk::{self, Holder, Ublk, UblkError, UblkOptions};
 
 use crate::control::At;
 use crate::run::say;
@@ -43,7 +43,7 @@ impl Wire {
         let listen = match at {
             At::Ublk => return Ok(Wire::Ublk(Ublk::serve(disk, &UblkOptions::default())?)),
             At::Loop => return Ok(Wire::Loop(FuseLoop::serve(disk, &FuseLoopOptions::default())?)),
-            At::BlockDevice => return Ok(block_device(name, &disk)??),
+            At::BlockDevice => return Ok(kept_device(name, &disk)??),
             At::Auto => match block_device(name, &disk)? {
                 Ok(wire) => return Ok(wire),
                 Err(error) => {
@@ -149,6 +149,16 @@ fn block_device(name: &str, disk: &Arc<Disk>) -> anyhow::Result<Result<Wire, Fus
         Err(UblkError::NotPrivileged | UblkError::NodeMissing { .. } | UblkError::TooOld { .. }) => {}
         Err(error) => say(&format!("compcache: disk {name} is not served by ublk: {error}\n")),
     }
+    loop_device(disk)
+}
+
+/// The same, of those that stay when we are killed, failing all that is asked: else swap on it could not be taken off.
+fn kept_device(name: &str, disk: &Arc<Disk>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
+    let ublk_stays = ublk::probe().is_ok_and(|abilities| abilities.keep);
+    if ublk_stays { block_device(name, disk) } else { loop_device(disk) }
+}
+
+fn loop_device(disk: &Arc<Disk>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
     match FuseLoop::serve(disk.clone(), &FuseLoopOptions::default()) {
         Err(error @ FuseLoopError::Device(_)) => Err(error.into()),
         served => Ok(served.map(Wire::Loop)),
