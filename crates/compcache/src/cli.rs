@@ -262,9 +262,9 @@ pub struct SwapOnArgs {
 /// `--transport` of swap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum SwapTransport {
-    /// The best that this kernel has
+    /// ublk where the kernel keeps the device of a server that was killed (Linux 6.13), else a loop device
     Auto,
-    /// The kernel's driver for block devices in user space, Linux 6.0
+    /// /dev/ublkbN. Before Linux 6.13, if the server is killed, the system can never swap off what was on it
     Ublk,
     /// A loop device over FUSE
     Loop,
