@@ -148,7 +148,7 @@ impl Ublk {
 
         let (mut disk, info) = Ublk::add(device, control, abilities, options)?;
         disk.start_threads(&info, options)?;
-        let params = params(disk.device.size_bytes());
+        let params = params(disk.device.size_bytes(), disk.device.needs_flush());
         let control = disk.control.get_mut().unwrap_or_else(PoisonError::into_inner);
         control.set_params(disk.number, params).map_err(UblkError::at(Step::Describe, &disk.path))?;
         control.start(disk.number).map_err(UblkError::at(Step::Start, &disk.path))?;
@@ -338,15 +338,15 @@ impl fmt::Debug for Ublk {
 }
 
 /// What kind of block device it is.
-fn params(size_bytes: u64) -> Params {
+fn params(size_bytes: u64, needs_flush: bool) -> Params {
     let block_shift = BLOCK_BYTES.trailing_zeros() as u8;
     let freed_sectors = (FREED_BYTES_MAX / SECTOR_BYTES) as u32;
     Params {
         len: size_of::<Params>() as u32,
         types: PARAM_TYPE_BASIC | PARAM_TYPE_DISCARD,
         basic: ParamBasic {
-            // A flush is passed on, and so is forced unit access: whether they are needed the device knows.
-            attrs: ATTR_VOLATILE_CACHE | ATTR_FUA,
+            // Passed on where they can mean anything.
+            attrs: if needs_flush { ATTR_VOLATILE_CACHE | ATTR_FUA } else { 0 },
             logical_bs_shift: block_shift,
             physical_bs_shift: block_shift,
             io_opt_shift: block_shift,

@@ -129,6 +129,21 @@ fn a_flush_reaches_the_device_and_so_does_forced_unit_access() {
 }
 
 #[test]
+fn a_device_that_needs_no_flush_is_asked_for_none_and_flushes_succeed() {
+    if !can_serve(&[]) {
+        return;
+    }
+    let spied = Arc::new(Spied::lasting(disk(MIB)));
+    let served = Served::new(spied.clone());
+    let (file, mut bytes) = (served.open(), Aligned::new(BLOCK_BYTES));
+    file.write_all_at(bytes.get(), 0).unwrap();
+    file.sync_all().unwrap();
+    assert_eq!(spied.flushes.load(Ordering::SeqCst) + spied.forced.load(Ordering::SeqCst), 0);
+    drop(file);
+    served.remove();
+}
+
+#[test]
 fn a_slow_request_does_not_hold_up_others_of_its_queue() {
     if !can_serve(&[]) {
         return;
