@@ -138,7 +138,7 @@ impl Arena {
     fn missing_ahead(&self, class: Class) -> Option<usize> {
         let lists = self.lists(class);
         let (_, has) = self.span_to_grow(&lists, class)?;
-        (has <= AHEAD_PAGES / 2).then_some(AHEAD_PAGES - has)
+        (has <= AHEAD_PAGES / 2).then(|| AHEAD_PAGES - has)
     }
 
     /// The first span of the class that can grow, and how many pages it has ahead of its objects.

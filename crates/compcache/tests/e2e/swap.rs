@@ -63,6 +63,9 @@ impl Wire {
     }
 }
 
+/// What `compcache` ends with when it fails.
+const FAILED: i32 = 125;
+
 /// Nobody who only wants to look at the clock may wait for so long.
 const GAP_S_MAX: f64 = 60.0;
 
@@ -184,11 +187,11 @@ kill $holder; wait $holder
     );
     let printed = run(1, &script, 1800);
     assert_ended(&printed, &[("on", 0), ("real", 0), ("off", 0), ("served", 0)]);
-    assert_ended(&printed, &[("rm", 1), ("reset", 1), ("shrink", 1)]);
+    assert_ended(&printed, &[("rm", FAILED), ("reset", FAILED), ("shrink", FAILED)]);
     assert!(published.is_empty() || printed.contains("status of published: 0"), "{printed}");
     assert!(printed.contains("not ending: disk"), "{printed}");
     if wire.is_ours() {
-        assert_ended(&printed, &[("full", 1)]);
+        assert_ended(&printed, &[("full", FAILED)]);
         for said in ["it is swap space", "are swapped out to it, and there is room for"] {
             assert!(printed.contains(said), "not `{said}`:\n{printed}");
         }
@@ -201,10 +204,10 @@ fn carries_a_mix_survives_a_hog_and_its_servers_death(wire: Wire) {
     if !requires(&NEEDED) {
         return;
     }
-    // Three times the memory at length, else one and a half times.
+    // Three times the memory at length, else somewhat more than there is.
     let (seconds, passes) = (at_length(180, 8), at_length(3, 1));
     let [tested, real, published, random] =
-        [(200, 100), (300, 150), (500, 250), (536, 250)].map(|(long, short)| at_length(long, short));
+        [(200, 64), (300, 110), (500, 150), (536, 150)].map(|(long, short)| at_length(long, short));
     let script = format!(
         r#"
 mount -t cgroup2 cgroup /sys/fs/cgroup

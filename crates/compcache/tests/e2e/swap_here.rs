@@ -159,10 +159,10 @@ fn a_program_in_a_memory_cgroup_finds_every_byte_that_was_swapped_out() {
     }
     let _alone = alone();
     let swap = Swap::on();
-    let cgroup = Cgroup::new(48 << 20);
+    let cgroup = Cgroup::new(64 << 20);
     let mut tester = cgroup.command(memory_tester());
     let output =
-        tester.args(["--seed", "7", "--seconds", "4", "--mb", "128", "--threads", "3"]).output().expect("it starts");
+        tester.args(["--seed", "7", "--seconds", "4", "--mb", "160", "--threads", "3"]).output().expect("it starts");
     let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && said.contains("right"), "{said}");
     for (stat, least) in [("num_writes", 10_000), ("num_reads", 10_000), ("notify_free", 1)] {
@@ -180,7 +180,7 @@ fn swap_that_cannot_be_made_leaves_nothing_behind() {
         return;
     }
     let _alone = alone();
-    let server = Server::start(&["--memory", "64M"]);
+    let server = Server::start(&["--memory", "256M"]);
     let on = |arguments: &[&'static str]| [&["swap", "on", "--unprotected"][..], arguments].concat();
     server.refuses(&on(&["--size", "8K"]), &["swap stays as it was", "mkswap"]);
     server.refuses(&on(&["--size", "0"]), &["no size"]);
