@@ -51,8 +51,8 @@ const NBD: Wire = Wire {
     on: "disk=n device=/dev/nbd0
          /compcache disk create --name n --size 2G --transport nbd --for-swap &&
          nbd-client -unix /run/compcache/n.nbd $device -N n -b 4096 -swap &&
-         mkswap $device && swapon --discard=pages $device; status on $?",
-    off: "swapoff $device && nbd-client -d $device && sleep 1 && /compcache disk rm n; status off $?",
+         /bin/mkswap $device && /bin/swapon --discard=pages $device; status on $?",
+    off: "/bin/swapoff $device && nbd-client -d $device && sleep 1 && /compcache disk rm n; status off $?",
     stays: true,
 };
 
