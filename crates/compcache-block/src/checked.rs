@@ -2,7 +2,8 @@
 //!
 //! For tests and for looking into trouble: it keeps a second copy of everything, and lets one request change the device at
 //! a time (reads go side by side). What becomes of the blocks of a write that failed is not known, so they are not
-//! checked until they are written or discarded whole.
+//! checked until they are written or discarded whole. A device whose size changes is to be changed through
+//! [`Checked::resize`]: what was cut off would be missed otherwise, and be called a lie.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -40,6 +41,18 @@ impl Checked {
         self.lies.load(Relaxed)
     }
 
+    /// Has `resize` make the device `size_bytes` large while nobody asks anything of it, and forgets what was cut off: where
+    /// the device is as large again later, zeroes are expected.
+    ///
+    /// # Errors
+    /// What `resize` says; everything is remembered.
+    pub fn resize<E>(&self, size_bytes: u64, resize: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
+        let mut memory = self.change();
+        resize()?;
+        memory.cut_off(size_bytes);
+        Ok(())
+    }
+
     fn change(&self) -> RwLockWriteGuard<'_, Memory> {
         self.memory.write().unwrap_or_else(PoisonError::into_inner)
     }
@@ -73,6 +86,11 @@ impl Memory {
         if (self.bytes.len() as u64) < end {
             self.bytes.resize(end as usize, 0);
         }
+    }
+
+    fn cut_off(&mut self, size_bytes: u64) {
+        self.bytes.truncate(usize::try_from(size_bytes).unwrap_or(usize::MAX));
+        self.unknown_blocks.retain(|block| *block < size_bytes / BLOCK);
     }
 
     fn wrote(&mut self, offset_bytes: u64, from: &[u8]) {
@@ -232,5 +250,23 @@ mod tests {
         lane.discard(0, 4096, WAITING).unwrap();
         array.lane().unwrap().write(0, &[7; 100], WAITING).unwrap();
         assert_eq!(lane.read(0, &mut [0; 4096], WAITING), Err(DeviceError::Lied { offset_bytes: 0 }));
+    }
+
+    #[test]
+    fn what_was_cut_off_is_expected_to_be_gone_and_nothing_else() {
+        let array = Arc::new(Array::new(1 << 20).unwrap());
+        let checked = Arc::new(Checked::new(array.clone()));
+        let mut lane = checked.clone().lane().unwrap();
+        lane.write(0, &[7; 1 << 20], WAITING).unwrap();
+        assert!(checked.resize(4097, || array.resize(4097)).is_err(), "no size for a device");
+        checked.resize(1 << 19, || array.resize(1 << 19)).unwrap();
+        checked.resize(1 << 20, || array.resize(1 << 20)).unwrap();
+        let mut back = vec![9; 1 << 20];
+        assert_eq!(lane.read(0, &mut back, WAITING), Ok(Outcome::Done(())));
+        // One that keeps what was cut off lies, and so does one that loses more than that.
+        array.clone().lane().unwrap().write(1 << 19, &[7; 4096], WAITING).unwrap();
+        assert_eq!(lane.read(0, &mut back, WAITING), Err(DeviceError::Lied { offset_bytes: 1 << 19 }));
+        array.lane().unwrap().discard((1 << 19) - 4096, 8192, WAITING).unwrap();
+        assert_eq!(lane.read(0, &mut back, WAITING), Err(DeviceError::Lied { offset_bytes: (1 << 19) - 4096 }));
     }
 }

@@ -118,10 +118,11 @@ fn a_device_that_changes_its_size_is_held_to_the_new_one<F: Front>(subject: Subj
     if !requires(F::RESIZES) {
         return;
     }
-    let front = F::serve(subject.device);
+    let checked = Arc::new(Checked::new(subject.device));
+    let front = F::serve(checked.clone());
     let mut talk = front.talk();
     talk.write(0, &vec![7; SIZE_BYTES as usize], true).unwrap();
-    let resize = |size| (subject.resize)(size).map(|()| front.resized());
+    let resize = |size| checked.resize(size, || (subject.resize)(size)).map(|()| front.resized());
     resize(SIZE_BYTES / 2).unwrap();
     assert_eq!(talk.size_bytes(), SIZE_BYTES / 2);
     assert_eq!(talk.read(SIZE_BYTES / 2 - 1, &mut [0; 2]), Err(22));
@@ -135,6 +136,7 @@ fn a_device_that_changes_its_size_is_held_to_the_new_one<F: Front>(subject: Subj
     assert!(back[..half].iter().all(|byte| *byte == 7), "what was kept is not what was written");
     assert!(back[half..].iter().all(|byte| *byte == 0), "what was cut off came back");
     assert!(resize(4097).is_err());
+    assert_eq!(checked.lies(), 0);
 }
 
 fn an_error_of_the_device_reaches_the_client_as_it_is<F: Front>(subject: Subject) {
