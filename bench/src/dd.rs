@@ -33,7 +33,7 @@ use crate::table::{Table, cell};
 /// What `dd` can be asked on the command line.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// ram, zram:CODEC, nbdkit:CODEC, ours[:CODEC][@BINARY].
+    /// ram, zram:CODEC, nbdkit:CODEC, ours, ours:CODEC, ours:CODEC@BINARY.
     #[arg(long, value_delimiter = ',', default_value = "ram,zram:lz4,nbdkit:zstd,ours")]
     sides: Vec<String>,
     /// read, write.

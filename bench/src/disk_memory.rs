@@ -24,7 +24,7 @@ use crate::table::{Table, cell, mib};
 /// What `disk-memory` can be asked on the command line.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// ours[:CODEC], zram:CODEC.
+    /// ours, ours:CODEC, zram:CODEC.
     #[arg(long, value_delimiter = ',', default_value = "ours:lz4,zram:lz4")]
     sides: Vec<String>,
     /// The tree [default: the sources in cargo's registry].

@@ -34,7 +34,7 @@ pub struct Options {
     /// all, one.
     #[arg(long, value_delimiter = ',')]
     cpus: Vec<String>,
-    /// ours[:CODEC], swap:CODEC (on a disk of ours), zram:CODEC, zswap:CODEC, disk, uncapped. The others are divided by the first.
+    /// ours, ours:CODEC, swap:CODEC (on a disk of ours), zram:CODEC, zswap:CODEC, disk, uncapped. The others are divided by the first.
     #[arg(long, value_delimiter = ',')]
     sides: Vec<String>,
     /// MiB of memory.
