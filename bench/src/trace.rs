@@ -114,8 +114,10 @@ struct Line {
 }
 
 impl Line {
+    /// ```text
     ///  scan-812  [001] .....  123456789: block_bio_queue: 7,0 RM 1024 + 8 [scan]
     ///  scan-812  [001] .....  123456789: block_rq_complete: 7,0 RM () 1024 + 8 none,0,0 [0]
+    /// ```
     fn parse(line: &str) -> Option<Line> {
         let names = ["block_bio_queue: ", "block_bio_complete: ", "block_rq_complete: ", "tracing_mark_write: "];
         let (name, (before, rest)) = names.iter().find_map(|name| Some((*name, line.split_once(name)?)))?;

@@ -22,7 +22,7 @@
 mod lane;
 mod stripes;
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use compcache_store::{PageIndex, Pool, PoolStats};
@@ -39,6 +39,7 @@ pub struct Disk {
     turn: Mutex<()>,
     stripes: Stripes,
     invalid_io: AtomicU64,
+    reserve_only: AtomicBool,
 }
 
 impl Disk {
@@ -58,7 +59,15 @@ impl Disk {
             turn: Mutex::new(()),
             stripes: Stripes::new(),
             invalid_io: AtomicU64::new(0),
+            reserve_only: AtomicBool::new(false),
         })
+    }
+
+    /// Lanes made from now on never ask the system for memory, if the store has a reserve: for a disk that is swapped to. A write
+    /// for which there is no memory waits a quarter of a second at most, and is then refused with
+    /// [`DeviceError::MemoryRefused`]: the system keeps the page, and may end whoever takes too much.
+    pub fn set_reserve_only(&self) {
+        self.reserve_only.store(true, Relaxed);
     }
 
     /// The pool below: its codec, limit and latencies.

@@ -132,10 +132,12 @@ impl Arena {
 
     /// Finds room for an object of `class`, touching new memory only as far as `credit` goes.
     pub fn allocate(&self, class: Class, budget: &Budget, credit: &mut Credit) -> Result<Location, StoreError> {
-        if self.wants_reserve()
-            && let Some(location) = self.allocate_touched(class, budget, credit)
-        {
-            return Ok(location);
+        if self.wants_reserve() {
+            match self.allocate_touched(class, budget, credit) {
+                Some(location) => return Ok(location),
+                None if credit.reserve_only => return Err(StoreError::MemoryRefused { bytes: PAGE }),
+                None => {}
+            }
         }
         let mut lists = self.lists(class);
         let pages = (credit.bytes / PAGE) as usize;

@@ -45,6 +45,8 @@ pub(crate) struct Budget {
 #[derive(Default)]
 pub(crate) struct Credit {
     pub bytes: u64,
+    /// Objects go where memory is already, or nowhere.
+    pub reserve_only: bool,
 }
 
 impl Credit {

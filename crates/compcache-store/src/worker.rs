@@ -40,6 +40,14 @@ impl Worker {
         })
     }
 
+    /// Whether the worker stores pages only in memory that the store has already, once it has a reserve
+    /// ([`Store::set_reserve_bytes`]). When that is used up it fails with [`StoreError::MemoryRefused`], and the caller may come
+    /// again a little later, rather than have the thread wait for the system to find memory: it would wait for ever where the
+    /// system waits for this very page to be stored.
+    pub fn set_reserve_only(&mut self, reserve_only: bool) {
+        self.credit.reserve_only = reserve_only;
+    }
+
     /// The address range of the worker's memory that does not come from the allocator, and its length. A pager must not
     /// evict it.
     pub fn memory_range(&self) -> (usize, usize) {

@@ -282,6 +282,24 @@ fn pages_are_stored_in_a_reserve_without_asking_the_system() {
 }
 
 #[test]
+fn a_worker_of_the_reserve_is_refused_rather_than_ask_the_system() {
+    let store = store(u64::MAX);
+    let (pool, mut worker) = pool(&store);
+    pool.prepare(20_000).unwrap();
+    store.set_reserve_bytes(4 * MIB);
+    while store.refill().unwrap() {}
+    worker.set_reserve_only(true);
+    let (said, given) = (store.mem_used_total_bytes(), resident_bytes(&store));
+    let mut write = |index| pool.write(&mut worker, PageIndex(index), &page_of(index, 40 + index % 60));
+    let refused = (0..20_000).find(|index| write(*index).is_err()).expect("there is no end to the reserve");
+    assert!(refused > 1000, "only {refused} pages were stored");
+    assert!(matches!(write(refused), Err(StoreError::MemoryRefused { .. })));
+    assert_eq!((store.mem_used_total_bytes(), resident_bytes(&store)), (said, given));
+    while store.refill().unwrap() {}
+    write(refused).unwrap();
+}
+
+#[test]
 fn dropping_a_pool_frees_all_it_held_and_leaves_the_others() {
     let store = store(u64::MAX);
     let (first, mut worker) = pool(&store);

@@ -2,8 +2,11 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::thread;
+use std::time::Duration;
 
-use compcache_store::{Page, PageIndex, Read, Worker};
+use compcache_store::{Page, PageIndex, Read, RunFailed, StoreError, Worker};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::Disk;
@@ -16,6 +19,9 @@ const BLOCK: u64 = BLOCK_BYTES as u64;
 const ZEROES: Page = [0; BLOCK_BYTES];
 /// Pages read at a time.
 const RUN: usize = SEGMENT_BLOCKS as usize;
+/// How often, and for how long, a write waits for the reserve.
+const REFILL_WAITS: u32 = 125;
+const REFILL_WAIT: Duration = Duration::from_millis(2);
 /// As far as a stretch of data is followed in one answer: 256 MiB. The next question goes on from there.
 const DATA_BLOCKS_MAX: u64 = 1 << 16;
 
@@ -41,9 +47,30 @@ macro_rules! done {
     };
 }
 
+impl Disk {
+    /// Writes whole blocks from `first` on. Where memory may come from a reserve alone, waits a while for it to be refilled.
+    fn write_pages(&self, worker: &mut Worker, first: u64, pages: &[Page]) -> Result<(), DeviceError> {
+        let (mut done, mut waits) = (0, 0);
+        loop {
+            match self.pool.write_run(worker, PageIndex(first + done as u64), &pages[done..]) {
+                Ok(()) => return Ok(()),
+                Err(RunFailed { done: more, error: StoreError::MemoryRefused { .. } })
+                    if self.reserve_only.load(Relaxed) && waits < REFILL_WAITS =>
+                {
+                    done += more;
+                    waits += 1;
+                    thread::sleep(REFILL_WAIT);
+                }
+                Err(failed) => return Err(failed.error.into()),
+            }
+        }
+    }
+}
+
 impl DiskLane {
     pub fn new(disk: Arc<Disk>) -> Result<DiskLane, DeviceError> {
-        let worker = Worker::new(disk.pool.store(), now_ns)?;
+        let mut worker = Worker::new(disk.pool.store(), now_ns)?;
+        worker.set_reserve_only(disk.reserve_only.load(Relaxed));
         Ok(DiskLane { disk, worker, page: Box::new(ZEROES), found: [Read::Absent; RUN] })
     }
 
@@ -174,8 +201,7 @@ impl Lane for DiskLane {
         let (pages, first) = (whole.as_chunks().0, split.whole.start);
         self.change_blocks(Request::Write, split.whole, |disk, worker, blocks| {
             let pages = &pages[(blocks.start - first) as usize..(blocks.end - first) as usize];
-            let written = disk.pool.write_run(worker, PageIndex(blocks.start), pages);
-            written.map_err(|failed| failed.error.into())
+            disk.write_pages(worker, blocks.start, pages)
         })?;
         match split.tail {
             Some(part) => self.change_part(Request::Write, part, manner, |bytes| bytes.copy_from_slice(tail)),

@@ -46,24 +46,30 @@ impl Arena {
         if span.touched_pages() <= 2 * AHEAD_PAGES { (2 * CLASSES * AHEAD_PAGES) as u64 * PAGE } else { 0 }
     }
 
-    /// Finds room in memory that is there: of the class, in a prepared span, in a slot of a larger class.
+    /// Finds room in memory that is there: of the class, in a prepared span, in a slot of a larger class. The last prepared
+    /// spans are for those that find no larger slot, or the small classes would have them all.
     pub(super) fn allocate_touched(&self, class: Class, budget: &Budget, credit: &mut Credit) -> Option<Location> {
-        let mut lists = self.lists(class);
-        let mut placed = self.place_in_listed(&mut lists, class, 0, budget, credit);
-        if placed.is_none()
-            && let Some(id) = self.take_prepared()
-        {
-            self.begin_span(&mut lists, id, class, SPAN_BYTES / PAGE_SIZE);
-            placed = self.place(&mut lists, id, class, 0, budget, credit);
-        }
-        drop(lists);
-        let larger = Class::all().filter(|larger| larger.0 > class.0);
+        let placed = self.place_in_listed(&mut self.lists(class), class, 0, budget, credit);
+        let many = || self.reserve_spans.load(Relaxed) > self.reserve_wanted.load(Relaxed) / 2;
+        let placed = placed.or_else(|| if many() { self.place_in_prepared(class, budget, credit) } else { None });
+        let mut larger = Class::all().filter(|larger| larger.0 > class.0);
         let placed = placed.or_else(|| {
-            larger
-                .into_iter()
-                .find_map(|larger| self.place_in_listed(&mut self.lists(larger), larger, 0, budget, credit))
+            larger.find_map(|larger| self.place_in_listed(&mut self.lists(larger), larger, 0, budget, credit))
         });
+        let placed = placed.or_else(|| self.place_in_prepared(class, budget, credit));
         placed.map(|(location, ..)| location)
+    }
+
+    fn place_in_prepared(
+        &self,
+        class: Class,
+        budget: &Budget,
+        credit: &mut Credit,
+    ) -> Option<(Location, usize, usize)> {
+        let id = self.take_prepared()?;
+        let mut lists = self.lists(class);
+        self.begin_span(&mut lists, id, class, SPAN_BYTES / PAGE_SIZE);
+        self.place(&mut lists, id, class, 0, budget, credit)
     }
 
     /// Pages at a span's end that are there on purpose, though no object needs them.
@@ -114,7 +120,7 @@ impl Arena {
         self.begin_if_unused(class, budget)?;
         let Some(pages) = self.missing_ahead(class) else { return Ok(false) };
         budget.try_charge(pages as u64 * PAGE)?;
-        let mut credit = Credit { bytes: pages as u64 * PAGE };
+        let mut credit = Credit { bytes: pages as u64 * PAGE, reserve_only: false };
         let placed = self.place_ahead(class, budget, &mut credit);
         budget.uncharge(credit.bytes);
         let Some((location, before, after)) = placed else { return Ok(false) };
@@ -251,16 +257,16 @@ mod tests {
             arena.reserve_bytes() == 2 * SPAN && (ahead / 2..=ahead + ahead / 8).contains(&(used - 2 * SPAN)),
             "{used}"
         );
-        // With no credit at all nothing could be touched. Pages ahead, prepared spans, then slots of larger classes.
+        // With no credit at all nothing could be touched. Pages ahead, half of the prepared spans, slots of larger classes.
         let mut take = |pages| -> Vec<Location> {
             (0..objects_in(pages, CLASS)).map(|_| arena.allocate(CLASS, &budget, &mut credit).unwrap()).collect()
         };
         let mut places = take(AHEAD_PAGES - 1);
         assert_eq!(arena.reserve_bytes(), 2 * SPAN);
-        places.extend(take(2 * SPAN_BYTES / PAGE_SIZE));
-        assert_eq!(arena.reserve_bytes(), 0);
+        places.extend(take(SPAN_BYTES / PAGE_SIZE));
+        assert_eq!(arena.reserve_bytes(), SPAN);
         places.extend(take(AHEAD_PAGES));
-        assert!(places.last().is_some_and(|place| arena.class_of(*place).0 > CLASS.0));
+        assert!(places.last().is_some_and(|place| arena.class_of(*place).0 > CLASS.0) && arena.reserve_bytes() == SPAN);
         assert_eq!(budget.used_bytes(), used);
         // Emptied spans go back into the reserve, and not to the system.
         for place in places {

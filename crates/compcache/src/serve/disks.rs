@@ -92,6 +92,7 @@ impl Disks {
         if wanted.for_swap {
             let pages = wanted.size_bytes / BLOCK_BYTES as u64;
             self.safety.make_safe(&self.store, disk.pool(), pages, wanted.unprotected)?;
+            disk.set_reserve_only();
         }
         let wire = Wire::start(&name, disk.clone(), &wanted.at, &self.directory)?;
         self.safety.settle(&self.store);

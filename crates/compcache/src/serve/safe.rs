@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use compcache_block::fuse_loop::own_mounts;
-use compcache_store::{Pool, Store};
+use compcache_store::{PAGE_SIZE, Pool, Store};
 use rustix::mm::{Advice, MapFlags, MlockAllFlags, ProtFlags, madvise, mlockall, mmap_anonymous};
 use rustix::process::configure_io_flusher_behavior;
 
@@ -134,6 +134,7 @@ fn start_refilling(store: Arc<Store>, ballast: Arc<Ballast>) -> anyhow::Result<(
             let refilled = store.refill();
             if refilled == Ok(false) {
                 ballast.take_on();
+                ballast.probe();
             }
             ballast.asking.store(NOT_ASKING, Relaxed);
             match refilled {
@@ -169,7 +170,7 @@ fn start_watching(ballast: Arc<Ballast>) -> anyhow::Result<()> {
 
 const NOT_ASKING: u64 = 0;
 
-/// Memory that is held only to be given back when there is no other.
+/// Memory that is held only to be given back when there is no other, and behind it a page to ask for.
 struct Ballast {
     start: usize,
     bytes: usize,
@@ -182,7 +183,7 @@ impl Ballast {
     fn new(bytes: u64) -> anyhow::Result<Ballast> {
         let (bytes, access) = (bytes as usize, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: a new mapping, at an address of the kernel's choice, disturbs nobody's memory.
-        let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) };
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes + PAGE_SIZE, access, MapFlags::PRIVATE) };
         let start = start.context("there is no memory for the ballast that swap needs")? as usize;
         let ballast = Ballast { start, bytes, is_on: AtomicBool::new(false), asking: AtomicU64::new(NOT_ASKING) };
         ballast.take_on();
@@ -193,6 +194,16 @@ impl Ballast {
         if !self.is_on.swap(true, Relaxed) {
             // SAFETY: our own mapping, whose contents mean nothing. Kernels before 5.14 refuse; then there is no ballast.
             let _ = unsafe { madvise(self.start as *mut c_void, self.bytes, Advice::LinuxPopulateWrite) };
+        }
+    }
+
+    /// Asks the system for a page. The reserve may be full and the kernel's part of a transport at a loss.
+    fn probe(&self) {
+        let page = self.start + self.bytes;
+        // SAFETY: the last page of our own mapping, which nobody reads; on kernels before 5.18 it stays, and nothing is asked.
+        unsafe {
+            let _ = madvise(page as *mut c_void, PAGE_SIZE, Advice::LinuxDontneedLocked);
+            (page as *mut u8).write_volatile(1);
         }
     }
 
