@@ -40,6 +40,8 @@ pub struct Disk {
     stripes: Stripes,
     invalid_io: AtomicU64,
     reserve_only: AtomicBool,
+    /// A write waited for the reserve in vain, and none has succeeded since: others need not wait.
+    exhausted: AtomicBool,
 }
 
 impl Disk {
@@ -60,6 +62,7 @@ impl Disk {
             stripes: Stripes::new(),
             invalid_io: AtomicU64::new(0),
             reserve_only: AtomicBool::new(false),
+            exhausted: AtomicBool::new(false),
         })
     }
 

@@ -166,7 +166,8 @@ impl Arena {
         let span = self.known_span(from.span()).filter(|span| span.mark() == Mark::Victim)?;
         let class = span.class();
         let mut lists = self.lists(class);
-        let pages = (credit.bytes / PAGE) as usize;
+        // With a reserve, nobody waits for memory while he holds the lock of a slot.
+        let pages = if self.wants_reserve() { 0 } else { (credit.bytes / PAGE) as usize };
         let placed = self.place_in_listed(&mut lists, class, pages, budget, credit);
         placed.map(|(location, ..)| location)
     }

@@ -96,13 +96,14 @@ impl Region {
     /// # Safety
     /// The range lies in the open part, and nobody reads or writes it, or holds a reference into it, during the call.
     pub unsafe fn release(&self, offset: usize, bytes: usize) {
-        let advice = if self.lock_in_ram { Advice::LinuxDontneedLocked } else { Advice::LinuxDontNeed };
         // SAFETY: the caller keeps the range unused; it lies inside our mapping.
         let released = unsafe {
             let start = self.base.as_ptr().add(offset).cast::<c_void>();
-            rustix::mm::madvise(start, bytes, advice)
+            let advise = |advice| rustix::mm::madvise(start, bytes, advice);
+            // It may be locked without our doing (`mlockall`).
+            advise(Advice::LinuxDontNeed).or_else(|_| advise(Advice::LinuxDontneedLocked))
         };
-        if released.is_err() && self.lock_in_ram {
+        if released.is_err() {
             // Kernels before 5.18 give locked memory back only after unlocking it.
             // SAFETY: as above; if one of these fails the memory stays, unused and readable.
             unsafe {

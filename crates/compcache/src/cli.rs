@@ -188,15 +188,6 @@ pub struct CreateArgs {
     #[arg(long, value_name = "KIND")]
     pub mkfs: Option<String>,
 
-    /// Make the server safe to swap to first, for whoever will: its memory locked, a reserve kept. `compcache swap on` does so
-    /// by itself; this is for NBD clients that swap to the disk
-    #[arg(long)]
-    pub for_swap: bool,
-
-    /// With --for-swap: also if the server lacks the capabilities to protect itself (CAP_SYS_RESOURCE)
-    #[arg(long, requires = "for_swap")]
-    pub unprotected: bool,
-
     /// Mount it there; needs --mkfs
     #[arg(long, value_name = "DIR", requires = "mkfs")]
     pub mount: Option<PathBuf>,

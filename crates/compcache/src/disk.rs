@@ -66,8 +66,8 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
         codec: args.codec.to_string(),
         limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes)),
         at,
-        for_swap: args.for_swap,
-        unprotected: args.unprotected,
+        for_swap: false,
+        unprotected: false,
     };
     let disk = one_disk(&args.server, Request::Create(wanted))?;
     if let Some(kind) = &args.mkfs

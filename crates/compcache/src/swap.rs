@@ -69,8 +69,9 @@ fn on(args: SwapOnArgs) -> anyhow::Result<String> {
 fn off(args: &SwapOffArgs) -> anyhow::Result<String> {
     let socket = server(&args.server)?;
     let all = disks(&socket)?;
+    let swaps = read("/proc/swaps")?;
     let chosen: Vec<_> = match args.names.is_empty() {
-        true => all.iter().filter(|disk| disk.for_swap && disk.at.starts_with("/dev/")).collect(),
+        true => all.iter().filter(|disk| disk.for_swap && used_bytes(&swaps, &disk.at).is_some()).collect(),
         false => args.names.iter().map(|name| by_name(&all, name)).collect::<anyhow::Result<_>>()?,
     };
     if chosen.is_empty() {
@@ -79,7 +80,7 @@ fn off(args: &SwapOffArgs) -> anyhow::Result<String> {
     for disk in chosen {
         if let Some(used_bytes) = used_bytes(&read("/proc/swaps")?, &disk.at) {
             if !args.force {
-                must_fit(&disk.name, used_bytes, &disk.at)?;
+                must_fit(&disk.name, used_bytes, &all)?;
             }
             tool("swapoff", &[&disk.at])
                 .with_context(|| format!("swap stays on disk {}; what was brought back is in memory", disk.name))?;
@@ -94,10 +95,10 @@ fn off(args: &SwapOffArgs) -> anyhow::Result<String> {
 
 /// Refuses where the memory that is free would not hold what is swapped out. What is compressed of it is still held while
 /// the last page is brought back.
-fn must_fit(name: &str, used_bytes: u64, at: &str) -> anyhow::Result<()> {
+fn must_fit(name: &str, used_bytes: u64, ours: &[DiskState]) -> anyhow::Result<()> {
     let available_bytes =
         available_bytes(&read("/proc/meminfo")?).context("/proc/meminfo does not say what is available")?;
-    let elsewhere_bytes = free_elsewhere_bytes(&read("/proc/swaps")?, at);
+    let elsewhere_bytes = free_elsewhere_bytes(&read("/proc/swaps")?, ours);
     if used_bytes <= available_bytes + elsewhere_bytes {
         return Ok(());
     }
@@ -150,9 +151,10 @@ fn used_bytes(table: &str, device: &str) -> Option<u64> {
     swaps(table).find(|(path, ..)| *path == device).map(|(.., used)| used)
 }
 
-/// What other swap could take.
-fn free_elsewhere_bytes(table: &str, device: &str) -> u64 {
-    swaps(table).filter(|(path, ..)| *path != device).map(|(_, size, used)| size.saturating_sub(used)).sum()
+/// What other swap could take that is not in memory itself.
+fn free_elsewhere_bytes(table: &str, ours: &[DiskState]) -> u64 {
+    let in_memory = |path: &str| path.starts_with("/dev/zram") || ours.iter().any(|disk| disk.at == path);
+    swaps(table).filter(|(path, ..)| !in_memory(path)).map(|(_, size, used)| size.saturating_sub(used)).sum()
 }
 
 fn available_bytes(meminfo: &str) -> Option<u64> {
@@ -171,7 +173,9 @@ mod tests {
                      /swapfile                               file\t\t2000\t\t500\t\t-2\n";
         assert_eq!(used_bytes(table, "/dev/loop7"), Some(5120 << 10));
         assert_eq!(used_bytes(table, "/dev/loop70"), None);
-        assert_eq!(free_elsewhere_bytes(table, "/dev/loop7"), 1500 << 10);
+        assert_eq!(free_elsewhere_bytes(table, &[]), (1_048_572 - 5120 + 1500) << 10);
+        let zram = table.replace("/dev/loop7", "/dev/zram0");
+        assert_eq!(free_elsewhere_bytes(&zram, &[]), 1500 << 10);
         assert_eq!(available_bytes("MemTotal: 9 kB\nMemAvailable:    1234 kB\n"), Some(1234 << 10));
         assert_eq!(available_bytes("MemTotal: 9 kB\n"), None);
     }

@@ -53,12 +53,18 @@ impl Disk {
         let (mut done, mut waits) = (0, 0);
         loop {
             match self.pool.write_run(worker, PageIndex(first + done as u64), &pages[done..]) {
-                Ok(()) => return Ok(()),
+                Ok(()) => {
+                    if self.exhausted.load(Relaxed) {
+                        self.exhausted.store(false, Relaxed);
+                    }
+                    return Ok(());
+                }
                 Err(RunFailed { done: more, error: StoreError::MemoryRefused { .. } })
-                    if self.reserve_only.load(Relaxed) && waits < REFILL_WAITS =>
+                    if self.reserve_only.load(Relaxed) && !self.exhausted.load(Relaxed) =>
                 {
                     done += more;
                     waits += 1;
+                    self.exhausted.store(waits > REFILL_WAITS, Relaxed);
                     thread::sleep(REFILL_WAIT);
                 }
                 Err(failed) => return Err(failed.error.into()),

@@ -72,6 +72,10 @@ fn dead_places(parent: &Path) -> io::Result<Vec<Place>> {
 
 fn remove(place: &mut Place) -> Result<(), FuseLoopError> {
     place.cut();
+    // Killed before it wrote the name down, it has no device.
+    if place.file_name().is_empty() {
+        return place.remove();
+    }
     let file = place.file();
     for device in LoopDevice::over(&file).map_err(FuseLoopError::at(Step::Directory, Path::new("/sys/block")))? {
         device.detach()?;

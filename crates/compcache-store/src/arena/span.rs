@@ -118,10 +118,13 @@ impl Span {
         Some(self.take(position, pages_after))
     }
 
-    /// Takes `position`, if it is free, and all pages before its end.
-    pub fn place_at(&self, position: usize, class: Class) -> Option<Placed> {
-        let pages_after = ((position + 1) * class.slot_bytes()).div_ceil(PAGE_SIZE);
-        (position < class.objects() && !self.is_taken(position)).then(|| self.take(position, pages_after))
+    /// Takes `position`, if it is free, and no page with it: nothing is to be kept there. Returns whether it did.
+    pub fn pin(&self, position: usize) -> bool {
+        let free = !self.is_taken(position);
+        if free {
+            self.take(position, 0);
+        }
+        free
     }
 
     #[inline]

@@ -150,7 +150,7 @@ impl Arena {
 
     /// Gives back the memory that empty spans keep. Returns the bytes.
     pub fn retire_kept(&self, budget: &Budget) -> u64 {
-        if self.kept_bytes.load(Relaxed) == 0 || self.wants_reserve() {
+        if self.kept_bytes.load(Relaxed) == 0 {
             return 0;
         }
         Class::all().map(|class| self.retire_kept_in(class, budget)).sum()
@@ -165,7 +165,8 @@ impl Arena {
             while id != NONE && self.span(id).mark() != Mark::Kept {
                 id = self.span(id).next.load(Relaxed);
             }
-            if id == NONE {
+            // With a reserve, each class keeps what it has ahead.
+            if id == NONE || (self.wants_reserve() && !self.has_two(&lists)) {
                 return bytes;
             }
             let span = self.span(id);

@@ -33,6 +33,7 @@ use compcache_store::{PAGE_SIZE, Pool, Store};
 use rustix::mm::{Advice, MapFlags, MlockAllFlags, ProtFlags, madvise, mlockall, mmap_anonymous};
 use rustix::process::configure_io_flusher_behavior;
 
+use crate::cgroup;
 use crate::kernel::{clock_ns, ram_bytes};
 
 /// The reserve is so large a share of the RAM, within bounds: what a machine swaps out while the reserve's thread sleeps,
@@ -63,7 +64,14 @@ const OOM_NEVER: &str = "-1000";
 pub struct Safety {
     /// What is missing of what threads inherit, in words.
     lacks: Vec<String>,
-    done: Mutex<bool>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    locked: bool,
+    /// There is a disk to swap to, or there was.
+    serving: bool,
 }
 
 impl Safety {
@@ -76,7 +84,7 @@ impl Safety {
         if let Err(error) = own_mounts() {
             lacks.push(format!("it cannot have a mount namespace of its own (CAP_SYS_ADMIN): {error}"));
         }
-        Safety { lacks, done: Mutex::new(false) }
+        Safety { lacks, state: Mutex::default() }
     }
 
     /// Makes the process, the store and `pool`, which will have `pages` pages, fit for swap. What was done for one disk holds
@@ -99,30 +107,40 @@ impl Safety {
                 lacks.join("; ")
             );
         }
-        let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
-        if !*done {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let here = cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes());
+        if !state.locked {
             // What is mapped from here on is locked as it is touched. Not all of it at once: the store maps far more than it uses.
             mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)
                 .context("the server cannot lock its memory, as it must for swap (CAP_IPC_LOCK)")?;
-            let reserve_bytes = (ram_bytes() / RESERVE_SHARE).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end);
-            store.set_reserve_bytes(reserve_bytes);
-            let ballast =
-                Arc::new(Ballast::new((ram_bytes() / BALLAST_SHARE).clamp(BALLAST_BYTES.start, BALLAST_BYTES.end))?);
+            let ballast = Arc::new(Ballast::new((here / BALLAST_SHARE).clamp(BALLAST_BYTES.start, BALLAST_BYTES.end))?);
             start_refilling(store.clone(), ballast.clone())?;
             start_watching(ballast)?;
-            *done = true;
+            state.locked = true;
         }
-        while store.refill().context("there is no memory for the reserve that swap needs")? {}
-        pool.prepare(pages).context("there is no memory for the tables of the disk")?;
-        Ok(())
+        store.set_reserve_bytes((here / RESERVE_SHARE).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end));
+        let prepared = prepare(store, pool, pages);
+        if prepared.is_err() && !state.serving {
+            // What was prepared in vain goes back, by the thread that got it.
+            store.set_reserve_bytes(0);
+        }
+        state.serving |= prepared.is_ok();
+        prepared
     }
 
     /// Has the system give the memory of what was mapped since: stacks and buffers of threads that were started.
     pub fn settle(&self, store: &Store) {
-        if *self.done.lock().unwrap_or_else(PoisonError::into_inner) {
+        if self.state.lock().unwrap_or_else(PoisonError::into_inner).serving {
             populate(store);
         }
     }
+}
+
+/// What a disk needs to be there.
+fn prepare(store: &Store, pool: &Pool, pages: u64) -> anyhow::Result<()> {
+    pool.prepare(pages).context("there is no memory for the tables of the disk")?;
+    while store.refill().context("there is no memory for the reserve that swap needs")? {}
+    Ok(())
 }
 
 /// Refills the reserve, off the path of those who use it; and the ballast after it.

@@ -12,20 +12,19 @@ use compcache_testkit::vm::{Kernel, Vm};
 
 use crate::support::{beside_others, memory_tester, release_binary, trap_program};
 
-const NEEDED: [Feature; 6] = [
+const NEEDED: [Feature; 5] = [
     Feature::StockKernel,
     Feature::Program("qemu-system-x86_64"),
     Feature::Program("busybox"),
     Feature::Program("mkswap"),
     Feature::Program("swapon"),
-    Feature::Program("nbd-client"),
 ];
 
 /// Real memory of a program, in pages; the machine reads it again and again.
 const CONTENT_PAGES: usize = 1024;
 
 /// How the machine gets to its disk, and what that takes: the script leaves its name in `$disk` and the device in `$device`.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy)]
 struct Wire {
     on: &'static str,
     /// Takes the swap off again, and the disk away.
@@ -45,23 +44,6 @@ const UBLK: Wire = Wire {
     off: "/compcache swap off; status off $?",
     stays: false,
 };
-
-/// The kernel's NBD client, for which the server is made safe when the disk is made.
-const NBD: Wire = Wire {
-    on: "disk=n device=/dev/nbd0
-         /compcache disk create --name n --size 2G --transport nbd --for-swap &&
-         nbd-client -unix /run/compcache/n.nbd $device -N n -b 4096 -swap &&
-         /bin/mkswap $device && /bin/swapon --discard=pages $device; status on $?",
-    off: "/bin/swapoff $device && nbd-client -d $device && sleep 1 && /compcache disk rm n; status off $?",
-    stays: true,
-};
-
-impl Wire {
-    /// Whether the device is one of the server's.
-    fn is_ours(self) -> bool {
-        self != NBD
-    }
-}
 
 /// What `compcache` ends with when it fails.
 const FAILED: i32 = 125;
@@ -108,11 +90,11 @@ dmesg | grep -i "out of memory\|oom-kill\|hung\|I/O error" | tail -20
 fn machine(processors: u32) -> Vm {
     let mut vm = Kernel::stock().map_err(std::io::Error::other).and_then(|kernel| Vm::new(&kernel)).expect("a machine");
     vm.size(processors, 512);
-    for module in ["loop", "fuse", "ublk_drv", "nbd", "zram"] {
+    for module in ["loop", "fuse", "ublk_drv"] {
         // What is not a module is in the kernel itself.
         let _ = vm.module(module, "");
     }
-    for program in ["mkswap", "swapon", "swapoff", "nbd-client"] {
+    for program in ["mkswap", "swapon", "swapoff"] {
         vm.program(&find_program(program).expect("asked for above"), &format!("/bin/{program}")).expect("a program");
     }
     let programs = [
@@ -170,37 +152,33 @@ fn scans_and_is_not_taken_away(wire: Wire) {
 {on}
 {published}
 /scan 480 1 --content /content; status real $?
-/compcache disk rm {force} $disk; status rm $?
+/compcache disk rm --force $disk; status rm $?
 /compcache disk reset $disk; status reset $?
 /compcache disk resize $disk 64M; status shrink $?
 kill $server; sleep 1; kill -0 $server; status served $?
 /scan 900 1000 >/dev/null & holder=$!
 swapped_out 450000
-{full}
+/compcache swap off $disk; status full $?
 kill $holder; wait $holder
 {off}
 "#,
         on = wire.on,
         off = wire.off,
-        force = if wire.is_ours() { "--force" } else { "" },
-        full = if wire.is_ours() { "/compcache swap off $disk; status full $?" } else { "" },
     );
     let printed = run(1, &script, 1800);
     assert_ended(&printed, &[("on", 0), ("real", 0), ("off", 0), ("served", 0)]);
     assert_ended(&printed, &[("rm", FAILED), ("reset", FAILED), ("shrink", FAILED)]);
     assert!(published.is_empty() || printed.contains("status of published: 0"), "{printed}");
     assert!(printed.contains("not ending: disk"), "{printed}");
-    if wire.is_ours() {
-        assert_ended(&printed, &[("full", FAILED)]);
-        for said in ["it is swap space", "are swapped out to it, and there is room for"] {
-            assert!(printed.contains(said), "not `{said}`:\n{printed}");
-        }
+    assert_ended(&printed, &[("full", FAILED)]);
+    for said in ["it is swap space", "are swapped out to it, and there is room for"] {
+        assert!(printed.contains(said), "not `{said}`:\n{printed}");
     }
 }
 
-/// Several programs at more than the machine's memory, some of them checking every byte; then one too many, which dies, and
-/// nobody else; then the server, which takes with it whoever has pages there, and nothing else.
-fn carries_a_mix_survives_a_hog_and_its_servers_death(wire: Wire) {
+/// Several programs at more than the machine's memory, some of them checking every byte; then the server is killed, which
+/// takes with it whoever has pages there, and nothing else.
+fn carries_a_mix_and_survives_its_servers_death(wire: Wire) {
     if !requires(&NEEDED) {
         return;
     }
@@ -226,13 +204,6 @@ wait $tester; status tester $?
 wait $real; status real $?
 wait $published; status published $?
 wait $random; status random $?
-(work /scan 150 2 --content /content) & good=$!
-(work /hog 1200) >/run/hog & hog=$!
-wait $hog; status hog $?
-wait $good; status good $?
-kill -0 $server; status survivor $?
-cat /proc/$server/oom_score_adj
-grep VmLck /proc/$server/status
 (work /scan 450 1000 --content /content) >/dev/null & victim=$!
 swapped_out 100000
 kill -9 $server; wait $server
@@ -250,17 +221,42 @@ ls /run/compcache-block; cat /proc/swaps
         off = wire.off,
     );
     let printed = run(2, &script, 1800);
-    let works = ["on", "tester", "real", "published", "random", "good", "survivor", "again", "off", "end"];
+    let works = ["on", "tester", "real", "published", "random", "again", "off", "end"];
     assert_ended(&printed, &works.map(|name| (name, 0)));
     assert!(!wire.stays || printed.contains("status of gone: 0"), "{printed}");
-    // SIGKILL, by the kernel; and SIGBUS.
-    assert_ended(&printed, &[("hog", 137), ("victim", 135)]);
-    let killed: Vec<_> = printed.lines().filter(|line| line.contains("Killed process")).collect();
-    assert!(!killed.is_empty() && killed.iter().all(|line| line.contains("(hog)")), "the wrong one died: {killed:?}");
+    // SIGBUS.
+    assert_ended(&printed, &[("victim", 135)]);
     assert!(
         printed.contains("removed /run/compcache-block/"),
         "the dead server's device was not cleaned up:\n{printed}"
     );
+}
+
+/// One program takes more than there is, of what does not compress: it dies, and nobody else.
+fn survives_a_hog(wire: Wire) {
+    if !requires(&NEEDED) {
+        return;
+    }
+    let script = format!(
+        r#"
+{on}
+/scan 150 2 --content /content & good=$!
+/hog 1200 >/run/hog & hog=$!
+wait $hog; status hog $?
+wait $good; status good $?
+kill -0 $server; status survivor $?
+echo "score $(cat /proc/$server/oom_score_adj)"
+{off}
+"#,
+        on = wire.on,
+        off = wire.off,
+    );
+    let printed = run(2, &script, 900);
+    // SIGKILL, by the kernel.
+    assert_ended(&printed, &[("on", 0), ("hog", 137), ("good", 0), ("survivor", 0), ("off", 0)]);
+    assert!(printed.contains("score -1000"), "{printed}");
+    let killed: Vec<_> = printed.lines().filter(|line| line.contains("Killed process")).collect();
+    assert!(!killed.is_empty() && killed.iter().all(|line| line.contains("(hog)")), "the wrong one died: {killed:?}");
 }
 
 #[test]
@@ -274,21 +270,21 @@ fn a_machine_with_one_processor_swaps_to_a_ublk_device_that_is_not_taken_away() 
 }
 
 #[test]
-fn a_machine_with_one_processor_swaps_over_nbd() {
-    scans_and_is_not_taken_away(NBD);
+fn a_machine_that_swaps_to_a_loop_device_carries_a_mix_and_outlives_its_server() {
+    carries_a_mix_and_survives_its_servers_death(LOOP);
 }
 
 #[test]
-fn a_machine_that_swaps_to_a_loop_device_outlives_a_mix_a_hog_and_its_server() {
-    carries_a_mix_survives_a_hog_and_its_servers_death(LOOP);
+fn a_machine_that_swaps_to_a_ublk_device_carries_a_mix_and_outlives_its_server() {
+    carries_a_mix_and_survives_its_servers_death(UBLK);
 }
 
 #[test]
-fn a_machine_that_swaps_to_a_ublk_device_outlives_a_mix_a_hog_and_its_server() {
-    carries_a_mix_survives_a_hog_and_its_servers_death(UBLK);
+fn a_machine_that_swaps_to_a_loop_device_outlives_a_hog() {
+    survives_a_hog(LOOP);
 }
 
 #[test]
-fn a_machine_that_swaps_over_nbd_outlives_a_mix_a_hog_and_its_server() {
-    carries_a_mix_survives_a_hog_and_its_servers_death(NBD);
+fn a_machine_that_swaps_to_a_ublk_device_outlives_a_hog() {
+    survives_a_hog(UBLK);
 }
