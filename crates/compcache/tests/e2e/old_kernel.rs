@@ -8,7 +8,7 @@ use std::time::Duration;
 use compcache_testkit::features::{Feature, requires};
 use compcache_testkit::vm::{Kernel, Vm};
 
-use crate::support::{alone, compcache, memory_tester, preload, trap_program};
+use crate::support::{beside_others, compcache, memory_tester, preload, trap_program};
 
 /// A name, MiB that may be resident, and what is run under compcache.
 const JOBS: [(&str, u32, &str); 6] = [
@@ -26,7 +26,7 @@ fn programs_are_paged_rightly_where_pages_cannot_be_moved() {
     if !requires(&[Feature::OldKernel, Feature::Program("qemu-system-x86_64"), Feature::Program("busybox")]) {
         return;
     }
-    let _alone = alone();
+    let _shared = beside_others();
     let mut vm = Kernel::old().map_err(std::io::Error::other).and_then(|kernel| Vm::new(&kernel)).expect("a machine");
     let programs = [
         (compcache(), "/compcache"),
