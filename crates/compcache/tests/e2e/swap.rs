@@ -77,7 +77,7 @@ swapped_out() {
     done
 }
 status() { echo "status of $1: $2"; }
-/compcache serve --memory 80% 2>/run/served & server=$!
+/compcache serve --memory 50% 2>/run/served & server=$!
 while ! /compcache list >/dev/null 2>&1; do sleep 0.1; done
 "#;
 
@@ -209,7 +209,7 @@ swapped_out 100000
 kill -9 $server; wait $server
 wait $victim; status victim $?
 swapoff $device; status gone $?
-/compcache serve --memory 80% 2>>/run/served & server=$!
+/compcache serve --memory 50% 2>>/run/served & server=$!
 while ! /compcache list >/dev/null 2>&1; do sleep 0.1; done
 {on}
 (work /scan 200 1 --content /content); status again $?
