@@ -10,7 +10,7 @@ use compcache_testkit::corpus::{self, Kind};
 use compcache_testkit::features::{Feature, find_program, requires};
 use compcache_testkit::vm::{Kernel, Vm};
 
-use crate::support::{beside_others, memory_tester, release_binary, trap_program};
+use crate::support::{beside_others, memory_tester, release_binary};
 
 const NEEDED: [Feature; 5] = [
     Feature::StockKernel,
@@ -101,7 +101,6 @@ fn machine(processors: u32) -> Vm {
         (release_binary("compcache", "compcache"), "/compcache"),
         (release_binary("compcache-bench", "scan"), "/scan"),
         (memory_tester().to_owned(), "/memory-tester"),
-        (trap_program("hog"), "/hog"),
     ];
     for (host, guest) in &programs {
         vm.program(host, guest).expect("a program that can be read");
@@ -232,33 +231,6 @@ ls /run/compcache-block; cat /proc/swaps
     );
 }
 
-/// One program takes more than there is, of what does not compress: it dies, and nobody else.
-fn survives_a_hog(wire: Wire) {
-    if !requires(&NEEDED) {
-        return;
-    }
-    let script = format!(
-        r#"
-{on}
-/scan 150 2 --content /content & good=$!
-/hog 1200 >/run/hog & hog=$!
-wait $hog; status hog $?
-wait $good; status good $?
-kill -0 $server; status survivor $?
-echo "score $(cat /proc/$server/oom_score_adj)"
-{off}
-"#,
-        on = wire.on,
-        off = wire.off,
-    );
-    let printed = run(2, &script, 900);
-    // SIGKILL, by the kernel.
-    assert_ended(&printed, &[("on", 0), ("hog", 137), ("good", 0), ("survivor", 0), ("off", 0)]);
-    assert!(printed.contains("score -1000"), "{printed}");
-    let killed: Vec<_> = printed.lines().filter(|line| line.contains("Killed process")).collect();
-    assert!(!killed.is_empty() && killed.iter().all(|line| line.contains("(hog)")), "the wrong one died: {killed:?}");
-}
-
 #[test]
 fn a_machine_with_one_processor_swaps_to_a_loop_device_that_is_not_taken_away() {
     scans_and_is_not_taken_away(LOOP);
@@ -277,14 +249,4 @@ fn a_machine_that_swaps_to_a_loop_device_carries_a_mix_and_outlives_its_server()
 #[test]
 fn a_machine_that_swaps_to_a_ublk_device_carries_a_mix_and_outlives_its_server() {
     carries_a_mix_and_survives_its_servers_death(UBLK);
-}
-
-#[test]
-fn a_machine_that_swaps_to_a_loop_device_outlives_a_hog() {
-    survives_a_hog(LOOP);
-}
-
-#[test]
-fn a_machine_that_swaps_to_a_ublk_device_outlives_a_hog() {
-    survives_a_hog(UBLK);
 }
