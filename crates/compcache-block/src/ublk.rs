@@ -3,7 +3,7 @@
 //! ```text
 //!   mkfs, mount, swapon, O_DIRECT         the kernel's page cache, if the user of the disk wants it
 //!          |
-//!     /dev/ublkbN                         4096-byte blocks, a cache to flush, a queue for each processor
+//!     /dev/ublkbN                         4096-byte blocks, a queue for each processor
 //!          |          one copy each way, between the pages of the request and a thread's buffer
 //!     queue 0, queue 1, ...               each a thread with its ring, its buffer and its Lane
 //!          |         \ MustWait
@@ -17,6 +17,8 @@
 //! | flush                                 | `flush`                           |
 //! | discard, 64 MiB at most               | `discard`                         |
 //! | zeroes, 64 MiB at most                | `write_zeroes`                    |
+//!
+//! A device that needs no flush ([`BlockDevice::needs_flush`]) says so, and the kernel asks for none, nor for FUA.
 //!
 //! **Copies.** The bytes of a request stay in the driver until a thread copies them (`UBLK_F_USER_COPY`): into the buffer
 //! that the device then reads, while they are in the processor's cache, or out of it. So a queue needs one buffer, however

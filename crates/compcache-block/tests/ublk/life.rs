@@ -12,6 +12,7 @@ use compcache_block::{Array, BLOCK_BYTES, Delayed};
 use compcache_testkit::features::{Feature, requires};
 use tempfile::TempDir;
 
+use crate::spied::Spied;
 use crate::support::{
     AT_LAST, Aligned, Mounted, Served, assert_nothing_left, attribute, can_serve, disk, fill_run, open_direct, options,
     run, wait_for,
@@ -36,13 +37,18 @@ fn the_kernel_knows_what_kind_of_device_it_is() {
         ("queue/discard_granularity", "4096"),
         ("queue/discard_max_hw_bytes", "67108864"),
         ("queue/write_zeroes_max_bytes", "67108864"),
-        ("queue/write_cache", "write back"),
-        ("queue/fua", "1"),
         ("queue/rotational", "0"),
     ] {
         assert_eq!(attribute(path, name), value, "{name}");
     }
+    // A disk in RAM has no cache that could be flushed to something more lasting; others have.
+    let needing = Served::new(Arc::new(Spied::new(disk(MIB))));
+    for (served, write_cache, fua) in [(&served, "write through", "0"), (&needing, "write back", "1")] {
+        assert_eq!(attribute(served.0.path(), "queue/write_cache"), write_cache);
+        assert_eq!(attribute(served.0.path(), "queue/fua"), fua);
+    }
     served.remove();
+    needing.remove();
 }
 
 #[test]
