@@ -75,6 +75,7 @@ pub struct Vm {
     known: BTreeSet<String>,
     /// Lines that load the modules.
     loads: String,
+    before: String,
     processors: u32,
     memory_mib: u32,
 }
@@ -90,6 +91,7 @@ impl Vm {
             archive: Vec::new(),
             known: BTreeSet::new(),
             loads: String::new(),
+            before: String::new(),
             processors: 2,
             memory_mib: 1536,
         };
@@ -104,6 +106,12 @@ impl Vm {
     /// How many processors it has, and how much memory. What is in the initial RAM disk takes a part of that for good.
     pub fn size(&mut self, processors: u32, memory_mib: u32) {
         (self.processors, self.memory_mib) = (processors, memory_mib);
+    }
+
+    /// Lines that the first process runs before it becomes, by exec, the shell that runs the script: so that all of its memory
+    /// belongs where they put it.
+    pub fn before(&mut self, lines: &str) {
+        self.before += lines;
     }
 
     /// Adds a module of the kernel's and those it needs, to be loaded before the script begins.
@@ -183,11 +191,12 @@ impl Vm {
         let init = format!(
             "#!/bin/busybox sh\n/bin/busybox --install -s /bin\nexport PATH=/bin HOME=/\n\
              mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev\n\
-             mkdir -p /dev/shm; mount -t tmpfs shm /dev/shm\n{}\
-             echo '{BEGIN}'\n{script}\necho '{END}'\npoweroff -f\n",
-            self.loads
+             mkdir -p /dev/shm; mount -t tmpfs shm /dev/shm\n{}{}\nexec /bin/busybox sh /script\n",
+            self.loads, self.before
         );
+        let script = format!("echo '{BEGIN}'\n{script}\necho '{END}'\npoweroff -f\n");
         self.entry("/init", FILE, init.as_bytes())?;
+        self.entry("/script", FILE, script.as_bytes())?;
         newc::trailer(&mut self.archive)?;
         let directory = tempfile::tempdir()?;
         let (disk, console) = (directory.path().join("initrd"), directory.path().join("console"));

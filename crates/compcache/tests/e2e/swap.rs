@@ -51,6 +51,16 @@ const FAILED: i32 = 125;
 /// Nobody who only wants to look at the clock may wait for so long.
 const GAP_S_MAX: f64 = 60.0;
 
+/// The shells that watch must outlive the server, the first process above all: no page of theirs may be with it. `work` runs
+/// a command where memory is swapped out.
+const KEEP: &str = r#"
+mount -t cgroup2 cgroup /sys/fs/cgroup
+echo +memory >/sys/fs/cgroup/cgroup.subtree_control
+mkdir /sys/fs/cgroup/keep
+echo 0 >/sys/fs/cgroup/keep/memory.swap.max
+echo $$ >/sys/fs/cgroup/keep/cgroup.procs
+"#;
+
 /// What every machine does first. `beat` prints how long the shell had to wait at most.
 const BEGIN: &str = r#"
 echo 60 >/proc/sys/kernel/hung_task_timeout_secs
@@ -76,6 +86,7 @@ swapped_out() {
         sleep 1
     done
 }
+work() { echo 0 >/sys/fs/cgroup/cgroup.procs; exec "$@"; }
 status() { echo "status of $1: $2"; }
 /compcache serve --memory 50% 2>/run/served & server=$!
 while ! /compcache list >/dev/null 2>&1; do sleep 0.1; done
@@ -90,6 +101,7 @@ dmesg | grep -i "out of memory\|oom-kill\|hung\|I/O error" | tail -20
 fn machine(processors: u32) -> Vm {
     let mut vm = Kernel::stock().map_err(std::io::Error::other).and_then(|kernel| Vm::new(&kernel)).expect("a machine");
     vm.size(processors, 512);
+    vm.before(KEEP);
     for module in ["loop", "fuse", "ublk_drv"] {
         // What is not a module is in the kernel itself.
         let _ = vm.module(module, "");
@@ -145,17 +157,17 @@ fn scans_and_is_not_taken_away(wire: Wire) {
     if !requires(&NEEDED) {
         return;
     }
-    let published = if at_length(1, 0) == 1 { "/scan 480 10; status published $?" } else { "" };
+    let published = if at_length(1, 0) == 1 { "(work /scan 480 10); status published $?" } else { "" };
     let script = format!(
         r#"
 {on}
 {published}
-/scan 480 1 --content /content; status real $?
+(work /scan 480 1 --content /content); status real $?
 /compcache disk rm --force $disk; status rm $?
 /compcache disk reset $disk; status reset $?
 /compcache disk resize $disk 64M; status shrink $?
 kill $server; sleep 1; kill -0 $server; status served $?
-/scan 900 1000 >/dev/null & holder=$!
+(work /scan 900 1000) >/dev/null & holder=$!
 swapped_out 450000
 /compcache swap off $disk; status full $?
 kill $holder; wait $holder
@@ -187,13 +199,6 @@ fn carries_a_mix_and_survives_its_servers_death(wire: Wire) {
         [(200, 64), (300, 110), (500, 150), (536, 150)].map(|(long, short)| at_length(long, short));
     let script = format!(
         r#"
-mount -t cgroup2 cgroup /sys/fs/cgroup
-echo +memory >/sys/fs/cgroup/cgroup.subtree_control
-mkdir /sys/fs/cgroup/keep
-# The shells that watch must outlive the server: no page of theirs may be with it.
-echo 0 >/sys/fs/cgroup/keep/memory.swap.max
-for pid in $$ $beats; do echo $pid >/sys/fs/cgroup/keep/cgroup.procs; done
-work() {{ echo 0 >/sys/fs/cgroup/cgroup.procs; exec "$@"; }}
 {on}
 (work /memory-tester --seed 3 --seconds {seconds} --mb {tested} --threads 2) & tester=$!
 (work /scan {real} {passes} --content /content) & real=$!
