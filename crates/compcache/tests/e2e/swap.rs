@@ -166,6 +166,7 @@ fn scans_and_is_not_taken_away(wire: Wire) {
 /compcache disk rm --force $disk; status rm $?
 /compcache disk reset $disk; status reset $?
 /compcache disk resize $disk 64M; status shrink $?
+echo "score $(cat /proc/$server/oom_score_adj)"
 kill $server; sleep 1; kill -0 $server; status served $?
 (work /scan 900 1000) >/dev/null & holder=$!
 swapped_out 450000
@@ -180,7 +181,7 @@ kill $holder; wait $holder
     assert_ended(&printed, &[("on", 0), ("real", 0), ("off", 0), ("served", 0)]);
     assert_ended(&printed, &[("rm", FAILED), ("reset", FAILED), ("shrink", FAILED)]);
     assert!(published.is_empty() || printed.contains("status of published: 0"), "{printed}");
-    assert!(printed.contains("not ending: disk"), "{printed}");
+    assert!(printed.contains("not ending: disk") && printed.contains("score -1000"), "{printed}");
     assert_ended(&printed, &[("full", FAILED)]);
     for said in ["it is swap space", "are swapped out to it, and there is room for"] {
         assert!(printed.contains(said), "not `{said}`:\n{printed}");
