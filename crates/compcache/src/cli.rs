@@ -273,7 +273,7 @@ pub struct SwapOffArgs {
     #[arg(value_name = "NAME")]
     pub names: Vec<String>,
 
-    /// Also if there is no room: then the kernel may kill programs to make some
+    /// Also if there is no room: then the kernel kills `swapoff`, which leaves swap on, or programs
     #[arg(long)]
     pub force: bool,
 }

@@ -104,7 +104,7 @@ fn must_fit(name: &str, used_bytes: u64, ours: &[DiskState]) -> anyhow::Result<(
     }
     bail!(
         "swap stays on disk {name}: {} are swapped out to it, and there is room for {} ({} of memory, {} of other swap); end some \
-         programs first, or try it all the same with --force: then the kernel may end some",
+         programs first, or try it all the same with --force: then the kernel may kill `swapoff`, or programs",
         Shown(used_bytes),
         Shown(available_bytes + elsewhere_bytes),
         Shown(available_bytes),
