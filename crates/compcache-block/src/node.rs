@@ -201,7 +201,7 @@ fn mounted_at(mounts: &[u8], number: &str, source: &Path) -> Option<PathBuf> {
 }
 
 /// A path as the kernel writes it in tables: blanks and backslashes as three octal digits.
-fn unescape(field: &[u8]) -> PathBuf {
+pub(crate) fn unescape(field: &[u8]) -> PathBuf {
     let mut path = Vec::with_capacity(field.len());
     let mut rest = field;
     while let Some((&byte, after)) = rest.split_first() {
