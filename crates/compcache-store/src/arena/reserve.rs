@@ -180,15 +180,22 @@ impl Arena {
         let new = pages.saturating_sub(span.touched_pages());
         span.set_touched_pages(span.touched_pages() + new);
         budget.touched(new as u64 * PAGE);
+        let left = span.vacate(position);
+        if span.mark() == Mark::Victim {
+            // Compaction chose it meanwhile, and may have moved the last object out.
+            drop(lists);
+            if left == 0 {
+                self.retire(id, span, budget);
+            }
+            return new;
+        }
         // Empty or not, it stays: that is what it was grown for.
-        if span.vacate(position) == 0 && span.mark() == Mark::Plain {
+        if left == 0 && span.mark() == Mark::Plain {
             span.set_mark(Mark::Kept);
             self.kept_bytes.fetch_add(span.touched_pages() as u64 * PAGE, Relaxed);
         }
-        if span.mark() != Mark::Victim {
-            lists.free += 1;
-            self.relist(&mut lists, id, span, class);
-        }
+        lists.free += 1;
+        self.relist(&mut lists, id, span, class);
         new
     }
 
@@ -228,7 +235,7 @@ impl Arena {
         }
     }
 
-    /// A span of nobody's, for now of the caller's.
+    /// Takes a span that no class uses, and none of whose pages is there.
     fn unused_span(&self, budget: &Budget) -> Result<u32, StoreError> {
         let (mut source, id) = loop {
             // Opened before the lock is taken: it is a system call that may take its time.
@@ -356,6 +363,24 @@ mod tests {
                 while arena.refill(&budget).unwrap() {}
             }
         }
+    }
+
+    #[test]
+    fn a_span_that_compaction_empties_while_it_grows_goes_back() {
+        const CLASS: Class = Class(9);
+        let (arena, budget, mut credit) = arena();
+        credit.bytes = 2 * PAGE;
+        budget.charge(2 * PAGE);
+        let object = arena.allocate(CLASS, &budget, &mut credit).unwrap();
+        let (id, position, _, pages) = arena.pin(CLASS).unwrap();
+        budget.charge(AHEAD_PAGES as u64 * PAGE);
+        let span = arena.span(id);
+        arena.unlink(&mut arena.lists(CLASS), span);
+        span.set_mark(Mark::Victim);
+        arena.lists(CLASS).free -= CLASS.objects() - span.objects();
+        assert_eq!(arena.free(object, &budget), 0, "what is pinned is not given back");
+        arena.unpin(CLASS, id, position, pages, &budget);
+        assert_eq!((budget.used_bytes(), arena.lists(CLASS).free), (PAGE, 0), "only the descriptors' page is left");
     }
 
     #[test]
