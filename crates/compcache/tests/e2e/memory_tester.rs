@@ -45,7 +45,7 @@ fn memory_is_an_array_of_bytes_for_many_threads() {
 
 #[test]
 fn memory_is_an_array_of_bytes_when_ours_counts_too() {
-    memory_holds("memory_is_an_array_of_bytes_when_ours_counts_too", 1, 96, &Cap::Ram(64 << 20));
+    memory_holds("memory_is_an_array_of_bytes_when_ours_counts_too", 1, 192, &Cap::Ram(64 << 20));
 }
 
 #[test]
