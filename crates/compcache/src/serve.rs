@@ -9,12 +9,14 @@
 //! | control    | takes who connects; a thread each for those who ask      |
 //! | compaction | gives memory of half-empty spans back, a step at a time  |
 //! | reserve    | keeps memory at hand while a disk is for swap ([`safe`])  |
+//! | overload   | asks for the OOM killer when swap refuses ([`overload`])  |
 //! | transports | theirs                                                   |
 //!
 //! Locks: the disks' names are under one lock ([`disks`]), held while a disk is made, changed or ended, never while one
 //! serves a request.
 
 mod disks;
+mod overload;
 mod safe;
 mod wire;
 

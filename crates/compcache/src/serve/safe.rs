@@ -12,6 +12,7 @@
 //! | a page comes in and needs memory to be kept in       | the store has a reserve, refilled by a thread that serves nothing | the first swap disk |
 //! | nobody has memory for the next request, the kernel neither | a ballast is thrown off                         | the first swap disk |
 //! | a table of the pool must grow                        | the tables of the whole disk are there              | each swap disk  |
+//! | more is in use than fits, and the kernel goes on trying | its OOM killer is asked for ([`super::overload`])  | the first swap disk |
 //!
 //! Threads inherit the first two, so they are done before there are any. All of it needs root; without, disks are served
 //! and swap is refused. Root in a container often lacks CAP_SYS_RESOURCE, which the first and the fourth take: then swap is
@@ -35,6 +36,8 @@ use rustix::process::configure_io_flusher_behavior;
 
 use crate::cgroup;
 use crate::kernel::{clock_ns, ram_bytes};
+use crate::run::say;
+use crate::serve::overload::{self, Pools};
 
 /// The reserve is so large a share of the RAM, within bounds: what a machine swaps out while the reserve's thread sleeps,
 /// and some more.
@@ -65,6 +68,7 @@ pub struct Safety {
     /// What is missing of what threads inherit, in words.
     lacks: Vec<String>,
     state: Mutex<State>,
+    pools: Pools,
 }
 
 #[derive(Default)]
@@ -84,7 +88,7 @@ impl Safety {
         if let Err(error) = own_mounts() {
             lacks.push(format!("it cannot have a mount namespace of its own (CAP_SYS_ADMIN): {error}"));
         }
-        Safety { lacks, state: Mutex::default() }
+        Safety { lacks, state: Mutex::default(), pools: Pools::default() }
     }
 
     /// Makes the process, the store and `pool`, which will have `pages` pages, fit for swap. What was done for one disk holds
@@ -92,7 +96,7 @@ impl Safety {
     ///
     /// # Errors
     /// It cannot be done; the server may be locked in memory nevertheless.
-    pub fn make_safe(&self, store: &Arc<Store>, pool: &Pool, pages: u64, unprotected: bool) -> anyhow::Result<()> {
+    pub fn make_safe(&self, store: &Arc<Store>, pool: &Arc<Pool>, pages: u64, unprotected: bool) -> anyhow::Result<()> {
         let mut lacks = self.lacks.clone();
         // Harmless where it turns out to be in vain.
         if let Err(error) = fs::write("/proc/self/oom_score_adj", OOM_NEVER) {
@@ -116,8 +120,15 @@ impl Safety {
             let ballast = Arc::new(Ballast::new((here / BALLAST_SHARE).clamp(BALLAST_BYTES.start, BALLAST_BYTES.end))?);
             start_refilling(store.clone(), ballast.clone())?;
             start_watching(ballast)?;
+            // In a container only its memory cgroup will be short, and the kernel acts there by itself.
+            if let Err(error) = overload::start_watching(self.pools.clone()) {
+                say(&format!(
+                    "compcache: a machine with more in use than fits will not be helped by the OOM killer soon: {error:#}\n"
+                ));
+            }
             state.locked = true;
         }
+        self.pools.add(pool);
         store.set_reserve_bytes((here / RESERVE_SHARE).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end));
         let prepared = prepare(store, pool, pages);
         if prepared.is_err() && !state.serving {

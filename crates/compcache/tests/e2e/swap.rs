@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use compcache_testkit::corpus::{self, Kind};
 use compcache_testkit::features::{Feature, find_program, requires};
+use compcache_testkit::seed::Seed;
 use compcache_testkit::vm::{Kernel, Vm};
 
 use crate::support::{beside_others, memory_tester, release_binary};
@@ -121,6 +122,10 @@ fn machine(processors: u32) -> Vm {
     let content = crate::support::scratch().keep().join("content");
     fs::write(&content, pages.as_flattened()).expect("a file");
     vm.file(&content, "/content").expect("a file");
+    let mut noise = vec![0; pages.as_flattened().len()];
+    Seed::for_test("noise").rng().fill(&mut noise);
+    fs::write(&content, noise).expect("a file");
+    vm.file(&content, "/noise").expect("a file");
     fs::remove_dir_all(content.parent().expect("its directory")).expect("ours");
     vm
 }
@@ -235,6 +240,33 @@ ls /run/compcache-block; cat /proc/swaps
     assert!(!wire.stays || cleaned, "the dead server's device was not cleaned up:\n{printed}");
 }
 
+/// A program that takes more than there is, of memory that does not compress: it is killed, and nobody else is.
+fn a_hog_is_killed_and_nobody_else(wire: Wire, processors: u32) {
+    if !requires(&NEEDED) {
+        return;
+    }
+    let script = format!(
+        r#"
+{on}
+(work /memory-tester --seed 5 --seconds 20 --mb 60 --threads 2) & tester=$!
+(work /scan 1500 1 --content /noise) & hog=$!
+wait $hog; status hog $?
+echo "hog ended after $(cut -d' ' -f1 /proc/uptime)"
+wait $tester; status tester $?
+kill -0 $server; status server $?
+(work /scan 200 1 --content /content); status after $?
+{off}
+"#,
+        on = wire.on,
+        off = wire.off,
+    );
+    let printed = run(processors, &script, 900);
+    // SIGKILL, by the kernel.
+    assert_ended(&printed, &[("on", 0), ("hog", 137), ("tester", 0), ("server", 0), ("after", 0), ("off", 0)]);
+    let killed: Vec<_> = printed.lines().filter(|line| line.contains("Killed process")).collect();
+    assert!(!killed.is_empty() && killed.iter().all(|line| line.contains("(scan)")), "the wrong one died: {killed:?}");
+}
+
 #[test]
 fn a_machine_with_one_processor_swaps_to_a_loop_device_that_is_not_taken_away() {
     scans_and_is_not_taken_away(LOOP);
@@ -253,4 +285,14 @@ fn a_machine_that_swaps_to_a_loop_device_carries_a_mix_and_outlives_its_server()
 #[test]
 fn a_machine_that_swaps_to_a_ublk_device_carries_a_mix_and_outlives_its_server() {
     carries_a_mix_and_survives_its_servers_death(UBLK);
+}
+
+#[test]
+fn a_hog_is_killed_and_nobody_else_where_swap_is_on_a_loop_device() {
+    a_hog_is_killed_and_nobody_else(LOOP, 2);
+}
+
+#[test]
+fn a_hog_is_killed_and_nobody_else_where_swap_is_on_a_ublk_device_and_one_processor() {
+    a_hog_is_killed_and_nobody_else(UBLK, 1);
 }

@@ -1,0 +1,202 @@
+//! When a machine has more in use than fits, however well it is compressed: the kernel is told to choose whom it ends.
+//!
+//! A page that is refused stays in memory, and the kernel tries another. Between them it drops the text of programs, which is
+//! read again at once, and takes that for progress: its OOM killer stays quiet for minutes in which nobody else gets
+//! anything done. A full zram is known for the same. The server knows that it refuses, and its memory is locked, so it
+//! can see to it: as a person at the console would, it asks for the OOM killer (SysRq f, `/proc/sysrq-trigger`), which
+//! chooses by the kernel's own rules, `oom_score_adj` included, and never the server.
+//!
+//! It asks when all of this held for one window:
+//!
+//! | sign                                                        | else                                         |
+//! |-------------------------------------------------------------|----------------------------------------------|
+//! | a disk for swap refused pages                               | there is room yet: slow, but it goes on      |
+//! | hardly any memory is available                              | only a memory cgroup is short, or a limit is |
+//! | nobody got anything done for much of the time (PSI, `full`) | whoever waits holds up nobody else           |
+//!
+//! A kernel without PSI is asked on the other two alone, after more windows. Then a window goes by for whoever was chosen to end.
+//!
+//! Files are opened beforehand and read into buffers that are there, since no memory may be asked for when this is needed.
+//! Evidence: `swap::a_hog_..` in crates/compcache/tests/e2e.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::Context;
+use compcache_store::Pool;
+
+use crate::run::say;
+
+const WINDOW: Duration = Duration::from_secs(3);
+/// Of a window, what nobody got anything done in.
+const STALLED: Duration = Duration::from_millis(1200);
+/// Less than this share of the RAM is hardly any.
+const AVAILABLE_SHARE: u64 = 20;
+/// So many windows in a row, where the kernel does not say how long anybody waited.
+const WINDOWS_WITHOUT_PSI: u32 = 4;
+
+/// More than the kernel prints in the files read here, as far as we need them.
+const TEXT_BYTES: usize = 512;
+
+/// The pools that the machine swaps to.
+#[derive(Clone, Default)]
+pub struct Pools(Arc<Mutex<Vec<Weak<Pool>>>>);
+
+impl Pools {
+    /// Watches this one, too, until it is dropped.
+    pub fn add(&self, pool: &Arc<Pool>) {
+        let mut pools = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.retain(|pool| pool.strong_count() > 0);
+        pools.push(Arc::downgrade(pool));
+    }
+
+    /// Writes refused so far, by those that are there.
+    fn refused(&self) -> u64 {
+        let pools = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.iter().filter_map(Weak::upgrade).map(|pool| pool.stats().failed_writes).sum()
+    }
+}
+
+/// Starts the thread that looks for overload, for ever.
+///
+/// # Errors
+/// The kernel cannot be asked (no `/proc/sysrq-trigger`, as in containers), or no thread can be had.
+pub fn start_watching(pools: Pools) -> anyhow::Result<()> {
+    const TRIGGER: &str = "/proc/sysrq-trigger";
+    let trigger = OpenOptions::new().write(true).open(TRIGGER).with_context(|| format!("cannot open {TRIGGER}"))?;
+    let meminfo = File::open("/proc/meminfo").context("cannot open /proc/meminfo")?;
+    let pressure = File::open("/proc/pressure/memory").ok();
+    let watch = move || {
+        let mut watch = Watch::default();
+        loop {
+            thread::sleep(WINDOW);
+            let signs = Signs {
+                refused: pools.refused(),
+                is_short: read(&meminfo, is_short).unwrap_or(false),
+                stalled: pressure.as_ref().and_then(|file| read(file, stalled)),
+            };
+            if watch.is_overload(&signs) && trigger.write_all_at(b"f", 0).is_ok() {
+                say(
+                    "compcache: the machine has more in use than fits, even compressed: asked the kernel's OOM killer to choose\n",
+                );
+            }
+        }
+    };
+    let thread = thread::Builder::new().name("overload".into()).spawn(watch);
+    thread.map(drop).context("cannot start the thread that looks for overload")
+}
+
+/// What is seen at the end of a window.
+struct Signs {
+    /// Counts up.
+    refused: u64,
+    is_short: bool,
+    /// Counts up; `None` where the kernel does not say.
+    stalled: Option<Duration>,
+}
+
+/// Whether it is overload, one window after the other.
+#[derive(Default)]
+struct Watch {
+    refused: u64,
+    stalled: Duration,
+    /// Windows in a row that looked like it.
+    bad: u32,
+}
+
+impl Watch {
+    fn is_overload(&mut self, signs: &Signs) -> bool {
+        let refused = signs.refused > self.refused;
+        let waited = signs.stalled.map(|stalled| stalled.saturating_sub(self.stalled) >= STALLED);
+        self.refused = signs.refused;
+        self.stalled = signs.stalled.unwrap_or_default();
+        let is_bad = refused && signs.is_short && waited.unwrap_or(true);
+        self.bad = if is_bad { self.bad + 1 } else { 0 };
+        // The first window is not whole, and the one after somebody was ended is his.
+        let needed = if waited.is_some() { 2 } else { WINDOWS_WITHOUT_PSI };
+        let overload = self.bad >= needed;
+        if overload {
+            self.bad = 0;
+        }
+        overload
+    }
+}
+
+fn read<T>(file: &File, parse: impl FnOnce(&str) -> Option<T>) -> Option<T> {
+    let mut buffer = [0; TEXT_BYTES];
+    let length = file.read_at(&mut buffer, 0).ok()?;
+    parse(str::from_utf8(&buffer[..length]).ok()?)
+}
+
+/// The first lines of `/proc/meminfo`.
+fn is_short(meminfo: &str) -> Option<bool> {
+    let kib = |name: &str| {
+        let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        line.split_ascii_whitespace().next()?.parse::<u64>().ok()
+    };
+    Some(kib("MemAvailable")? < kib("MemTotal")? / AVAILABLE_SHARE)
+}
+
+/// The total of the line `full` of `/proc/pressure/memory`.
+fn stalled(pressure: &str) -> Option<Duration> {
+    let line = pressure.lines().find_map(|line| line.strip_prefix("full "))?;
+    let total = line.split_ascii_whitespace().find_map(|word| word.strip_prefix("total="))?;
+    total.parse().ok().map(Duration::from_micros)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn signs(refused: u64, is_short: bool, stalled: Option<u32>) -> Signs {
+        Signs { refused, is_short, stalled: stalled.map(|seconds| seconds * SECOND) }
+    }
+
+    #[test]
+    fn the_kernels_files_are_understood() {
+        let meminfo = |available: u64| format!("MemTotal:  500000 kB\nMemFree:  9 kB\nMemAvailable:  {available} kB\n");
+        assert_eq!(is_short(&meminfo(24_999)), Some(true));
+        assert_eq!(is_short(&meminfo(25_000)), Some(false));
+        assert_eq!(is_short("MemTotal: 5 kB\n"), None);
+        let pressure =
+            "some avg10=0.00 avg60=0.00 avg300=0.00 total=9\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=2000000\n";
+        assert_eq!(stalled(pressure), Some(2 * SECOND));
+        assert_eq!(stalled("some avg10=0.00 total=9\n"), None);
+        let meminfo = File::open("/proc/meminfo").unwrap();
+        assert!(read(&meminfo, is_short).is_some());
+        assert!(read(&meminfo, is_short).is_some(), "it is read anew each time");
+    }
+
+    #[test]
+    fn all_signs_together_for_two_windows_are_overload_and_the_next_are_for_its_end() {
+        let mut watch = Watch::default();
+        let told: Vec<_> = (1..=6).map(|n| watch.is_overload(&signs(u64::from(n), true, Some(2 * n)))).collect();
+        assert_eq!(told, [false, true, false, true, false, true]);
+    }
+
+    #[test]
+    fn one_sign_missing_is_no_overload() {
+        let unless: [fn(u32) -> Signs; 3] = [
+            |n| signs(1, true, Some(2 * n)),
+            |n| signs(u64::from(n), false, Some(2 * n)),
+            |n| signs(u64::from(n), true, Some(n)),
+        ];
+        for (missing, make) in unless.iter().enumerate() {
+            let mut watch = Watch::default();
+            watch.is_overload(&make(1));
+            assert!((2..20).all(|n| !watch.is_overload(&make(n))), "{missing}");
+        }
+    }
+
+    #[test]
+    fn a_kernel_that_says_nothing_of_waiting_is_given_longer() {
+        let mut watch = Watch::default();
+        let told: Vec<_> = (1..=8).map(|n| watch.is_overload(&signs(n, true, None))).collect();
+        assert_eq!(told, [false, false, false, true, false, false, false, true]);
+    }
+}
