@@ -123,6 +123,15 @@ impl Budget {
         charged.saturating_add(bytes) <= accept_bytes(self.limit.load(Ordering::Relaxed))
     }
 
+    /// Refuses what would pass the limit now. Charges nothing, and whoever asks for less is not refused for it.
+    pub fn must_fit(&self, bytes: u64) -> Result<(), StoreError> {
+        let (used_bytes, limit_bytes) = (self.charged.load(Ordering::Relaxed), self.limit_bytes());
+        match used_bytes.saturating_add(bytes) > limit_bytes {
+            true => Err(StoreError::LimitReached { used_bytes, limit_bytes }),
+            false => Ok(()),
+        }
+    }
+
     /// Charges `bytes` whatever the limit says: for table pages of same-filled pages and moves, which must not fail.
     pub fn charge(&self, bytes: u64) {
         self.charged.fetch_add(bytes, Ordering::Relaxed);

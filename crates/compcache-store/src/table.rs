@@ -129,6 +129,15 @@ impl Tables {
         unsafe { &*self.nodes.base().as_ptr().cast::<Node>().add(at) }
     }
 
+    /// Says why `missing` more leaves could never be made, if that is so now.
+    fn must_have_room(&self, missing: usize, budget: &Budget) -> Result<(), StoreError> {
+        let bytes = missing.saturating_mul(LEAF_BYTES);
+        if bytes > self.leaves.range().1 {
+            return Err(StoreError::MemoryRefused { bytes: bytes as u64 });
+        }
+        budget.must_fit(bytes as u64)
+    }
+
     /// A leaf for `key`, all absent, or why there is none. Returns its number and the bytes charged for it.
     fn new_leaf(
         &self,

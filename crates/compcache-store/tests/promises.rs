@@ -282,6 +282,20 @@ fn pages_are_stored_in_a_reserve_without_asking_the_system() {
 }
 
 #[test]
+fn tables_that_cannot_fit_are_refused_before_any_is_made() {
+    let store = store(8 * MIB);
+    let (pool, mut worker) = pool(&store);
+    pool.write(&mut worker, PageIndex(0), &page_of(1, 50)).unwrap();
+    let (said, given) = (store.mem_used_total_bytes(), resident_bytes(&store));
+    // Twelve bytes a page: more than the limit, and more than there are addresses for.
+    assert!(matches!(pool.prepare(1 << 20), Err(StoreError::LimitReached { .. })));
+    assert!(matches!(pool.prepare(PageIndex::LIMIT), Err(StoreError::MemoryRefused { .. })));
+    assert_eq!((store.mem_used_total_bytes(), resident_bytes(&store)), (said, given));
+    pool.write(&mut worker, PageIndex(1), &page_of(2, 50)).unwrap();
+    pool.prepare(1 << 18).unwrap();
+}
+
+#[test]
 fn a_worker_of_the_reserve_is_refused_rather_than_ask_the_system() {
     let store = store(u64::MAX);
     let (pool, mut worker) = pool(&store);

@@ -44,7 +44,8 @@ impl Pool {
     /// serves swap. They stay, empty or not, for the pool's life.
     ///
     /// # Errors
-    /// [`StoreError::LimitReached`], [`StoreError::MemoryRefused`]; a part of the tables may be there.
+    /// [`StoreError::LimitReached`], [`StoreError::MemoryRefused`]; a part of the tables may be there, but not if all of them are
+    /// more than the limit leaves room for.
     pub fn prepare(&self, count: u64) -> Result<(), StoreError> {
         self.core.tree.prepare(&self.store.tables, PageIndex(count), &self.store.budget)
     }

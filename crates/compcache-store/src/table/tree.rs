@@ -192,9 +192,11 @@ impl Tree {
     }
 
     /// Makes the leaves of the pages before `end` and has the system give their memory now. They stay, empty or not, until
-    /// [`Tree::let_go`].
+    /// [`Tree::let_go`]. Where they cannot fit, none is made: a freed leaf keeps a page.
     pub fn prepare(&self, tables: &Tables, end: PageIndex, budget: &Budget) -> Result<(), StoreError> {
         let leaves = end.0.min(PageIndex::LIMIT).div_ceil(FANOUT as u64);
+        let missing = (0..leaves).filter(|leaf| self.find(tables, *leaf).is_none()).count();
+        tables.must_have_room(missing, budget)?;
         // First, so that compaction does not free what is made here.
         self.kept_leaves.fetch_max(leaves, Ordering::Relaxed);
         for leaf in 0..leaves {

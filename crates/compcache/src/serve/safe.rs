@@ -38,6 +38,7 @@ use crate::cgroup;
 use crate::kernel::{clock_ns, ram_bytes};
 use crate::run::say;
 use crate::serve::overload::{self, Pools};
+use crate::size::Shown;
 
 /// The reserve is so large a share of the RAM, within bounds: what a machine swaps out while the reserve's thread sleeps,
 /// and some more.
@@ -60,6 +61,9 @@ const PAUSE_REFUSED: Duration = Duration::from_millis(50);
 /// of a buffer as much as the largest request takes.
 const STACK_BYTES: usize = 128 << 10;
 const BUFFER_BYTES: usize = 5 << 18;
+
+/// The tables take so much for each page.
+const TABLE_BYTES: u64 = 12;
 
 const OOM_NEVER: &str = "-1000";
 
@@ -149,7 +153,13 @@ impl Safety {
 
 /// What a disk needs to be there.
 fn prepare(store: &Store, pool: &Pool, pages: u64) -> anyhow::Result<()> {
-    pool.prepare(pages).context("there is no memory for the tables of the disk")?;
+    let tables = || {
+        format!(
+            "there is no memory for the tables of the disk, {}; a smaller --size needs less",
+            Shown(pages * TABLE_BYTES)
+        )
+    };
+    pool.prepare(pages).with_context(tables)?;
     while store.refill().context("there is no memory for the reserve that swap needs")? {}
     Ok(())
 }

@@ -78,16 +78,14 @@ impl Region {
                 fill(&mut expected, self.tag, self.first + page, generation);
                 expected[usize::from(word)] = patch_word(self.tag, self.first + page, patched);
             }
-            Content::Freed(generation) => {
-                if found.iter().all(|word| *word == 0) {
-                    // Once gone it is gone.
-                    self.pages[page] = Content::Zero;
-                } else {
-                    fill(&mut expected, self.tag, self.first + page, generation);
-                }
-            }
+            Content::Freed(generation) => fill(&mut expected, self.tag, self.first + page, generation),
         }
         if *found == expected {
+            return Ok(());
+        }
+        // Looked at last: it may have gone a moment ago, and once gone it is gone.
+        if matches!(self.pages[page], Content::Freed(_)) && found.iter().all(|word| *word == 0) {
+            self.pages[page] = Content::Zero;
             return Ok(());
         }
         match (0..WORDS).find(|&word| found[word] != expected[word]) {
