@@ -10,6 +10,7 @@ use std::process::ExitCode;
 use compcache_block::ublk;
 use rustix::fs::Access;
 use rustix::process::geteuid;
+use rustix::thread::{CapabilitySet, capabilities};
 use serde::Serialize;
 
 use crate::cgroup;
@@ -148,12 +149,17 @@ fn disk_works() -> Way {
     Way { works: true, why }
 }
 
-/// Swap needs a disk that is a block device.
+/// Swap needs a disk that is a block device, and a server that may protect itself.
 fn swap_works(disk: Way) -> Way {
-    match disk.why {
-        None => Way { works: true, why: None },
-        Some(why) => Way { works: false, why: Some(format!("it needs a block device, and disks work only {why}")) },
+    if let Some(why) = disk.why {
+        return Way { works: false, why: Some(format!("it needs a block device, and disks work only {why}")) };
     }
+    let may = |capability| capabilities(None).is_ok_and(|sets| sets.effective.contains(capability));
+    let why = match may(CapabilitySet::SYS_RESOURCE) {
+        true => None,
+        false => Some("with --unprotected alone, since CAP_SYS_RESOURCE is lacking".into()),
+    };
+    Way { works: true, why }
 }
 
 fn run_works(

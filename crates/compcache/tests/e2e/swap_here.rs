@@ -149,6 +149,9 @@ fn a_server_that_swap_is_on_is_locked_in_memory_and_by_itself() {
             &["not safe to swap to", "CAP_SYS_RESOURCE", "--unprotected"],
         );
     }
+    let facts = String::from_utf8(swap.server.asked(&["doctor"]).stdout).expect("text");
+    let told = facts.lines().any(|line| line.contains("swap") && line.contains("--unprotected"));
+    assert_eq!(told, protected[0].trim() != "-1000", "doctor says something else");
     swap.server.ok(&["swap", "off"]);
 }
 
