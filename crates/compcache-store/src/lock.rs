@@ -39,7 +39,8 @@ impl<T> Mutex<T> {
 
     pub fn try_lock(&self) -> Option<Guard<'_, T>> {
         let free = self.word.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_ok();
-        free.then_some(Guard { mutex: self })
+        // Not `then_some`: it would make a guard in any case, which would unlock what another holds.
+        free.then(|| Guard { mutex: self })
     }
 
     #[cold]
@@ -102,6 +103,7 @@ mod tests {
         assert_eq!(*count.lock(), 200_000);
         let held = count.lock();
         assert!(count.try_lock().is_none());
+        assert!(count.try_lock().is_none(), "trying in vain gave away another's lock");
         drop(held);
         assert!(count.try_lock().is_some());
     }
