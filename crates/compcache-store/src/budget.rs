@@ -132,6 +132,11 @@ impl Budget {
         }
     }
 
+    /// Whether more is charged than so many hundredths of the limit.
+    pub fn is_above(&self, percent: u64) -> bool {
+        self.charged.load(Ordering::Relaxed) > self.limit.load(Ordering::Relaxed) / 100 * percent
+    }
+
     /// Charges `bytes` whatever the limit says: for table pages of same-filled pages and moves, which must not fail.
     pub fn charge(&self, bytes: u64) {
         self.charged.fetch_add(bytes, Ordering::Relaxed);

@@ -19,6 +19,7 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::sync::atomic::Ordering::Relaxed;
 
+use crate::backing::record::Listed;
 use crate::budget::CREDIT_STEP;
 use crate::page::PageIndex;
 use crate::pool::PoolCore;
@@ -60,6 +61,22 @@ impl Registry {
 
     pub fn add(&mut self, pool: Arc<PoolCore>) {
         self.pools.push(pool);
+    }
+
+    /// All of them, in no order that lasts.
+    pub fn pools(&self) -> &[Arc<PoolCore>] {
+        &self.pools
+    }
+
+    /// The pool of that serial number.
+    pub fn pool(&self, serial: u64) -> Option<&PoolCore> {
+        self.pools.iter().find(|pool| pool.serial() == serial).map(|pool| &**pool)
+    }
+
+    /// A pool with that serial number, as far as the list of a segment keeps it.
+    pub fn listed_pool(&self, serial: u32) -> Option<&PoolCore> {
+        let is_it = |pool: &&Arc<PoolCore>| pool.serial() & Listed::POOL_MASK == u64::from(serial);
+        self.pools.iter().find(is_it).map(|pool| &**pool)
     }
 
     /// Takes a pool out. The sweep goes on with those that are left; one that it skips is swept in the next pass.

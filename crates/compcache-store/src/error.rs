@@ -1,5 +1,6 @@
 //! Everything that can go wrong, grouped by what the caller can do about it.
 
+use crate::backing::MediumError;
 use crate::page::PageIndex;
 
 /// Why the store did not do what it was asked. After every one of them the pool is as it was before the call.
@@ -23,13 +24,36 @@ pub enum StoreError {
         /// How much was asked for.
         bytes: u64,
     },
-    /// The object stored for this page is not what was written: its checksum does not match. The page is lost and is
+    /// The object stored for this page is not what was written: its checksum does not match, or, on the backing, its seal. The page is lost and is
     /// never returned; the buffer of the failed read holds nothing of value. Discarding or writing the page ends the state.
     #[error("page {} is corrupt: the stored object does not match its checksum", index.0)]
     Corrupt {
         /// The page that is lost.
         index: PageIndex,
     },
+    /// The page is on the backing, and that could not be read. It stays there; another attempt may succeed, and writing or
+    /// discarding the page ends the state.
+    #[error("page {} is on the backing and cannot be read: {error}", index.0)]
+    BackingFailed {
+        /// The page asked for.
+        index: PageIndex,
+        /// What the medium said.
+        #[source]
+        error: MediumError,
+    },
+    /// Segments are not whole pages or not 64 KiB to 16 MiB, or the backing has not four of them, or is larger than 512 GiB.
+    #[error(
+        "no backing of {capacity_bytes} bytes in segments of {segment_bytes}: at least four segments, of 64 KiB to 16 MiB in whole pages, at most 512 GiB"
+    )]
+    BackingRefused {
+        /// The room asked for.
+        capacity_bytes: u64,
+        /// The segment asked for.
+        segment_bytes: usize,
+    },
+    /// A key for a backing cannot be kept safe: the system locks no memory for this process (`ulimit -l`), or is too old.
+    #[error("no memory can be locked for the key of a backing (ulimit -l)")]
+    KeyRefused,
     /// The index is not below [`PageIndex::LIMIT`], or a range reaches beyond it.
     #[error("page index {} is out of range", index.0)]
     IndexOutOfRange {

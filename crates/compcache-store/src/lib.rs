@@ -26,19 +26,22 @@
 //! - Reading, writing, discarding, moving and compacting allocate nothing: contexts and buffers are made with the worker,
 //!   objects and tables come from address ranges of the store's own. No standard library, no thread-local storage, no
 //!   clock, no thread: the crate runs on threads of programs it knows nothing about.
+//! - A page that has been written back takes no memory but its slot, and is read from the backing by whoever may wait for that
+//!   ([`Pool::fetch`]). Everybody else is told where it is ([`Read::OnBacking`]).
 //! - Memory stays below the limit, except for the tables of same-filled and moved pages (twelve bytes a page).
 //!
 //! # Lock order
-//! 1. the registry of pools (one step of compaction; making and dropping pools)
+//! 0. the flight of a backing (while its medium is written to; nobody but who reclaims waits for it, and he does not)
+//! 1. the registry of pools (one step of compaction or of a flight; making and dropping pools)
 //! 2. slots, by page index when two are held
 //! 3. the growth of tables (takes slots only by trying)
 //! 4. a size class, then the source of spans
-//! 5. the growth of a region
+//! 5. the growth of a region; the segments of a backing
 //!
-//! Every lock but the first is held for well under a microsecond, system calls that grow a region aside; the lock of a
+//! Every lock but the first two is held for well under a microsecond, system calls that grow a region aside; the lock of a
 //! slot also while its object is decoded.
 //!
-//! Arithmetic, waste and worst cases: docs/design/pool.md.
+//! Arithmetic, waste and worst cases: docs/design/pool.md; of the backing: docs/design/backing.md.
 
 #![cfg_attr(not(any(test, loom)), no_std)]
 #![deny(unsafe_code)]
@@ -47,6 +50,8 @@ extern crate alloc;
 
 #[cfg(not(loom))]
 mod arena;
+#[cfg(not(loom))]
+mod backing;
 #[cfg(not(loom))]
 mod budget;
 #[cfg(not(loom))]
@@ -70,6 +75,8 @@ mod page;
 #[cfg(not(loom))]
 mod pool;
 #[cfg(not(loom))]
+mod reclaim;
+#[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
 mod slot;
@@ -86,6 +93,7 @@ mod sync;
 
 #[cfg(not(loom))]
 pub use crate::{
+    backing::{Backing, BackingConfig, BackingStats, Fetcher, FileMedium, Health, Medium, MediumError},
     codec::{Codec, DictionaryId, train_dictionary},
     compact::Compacted,
     config::{PoolConfig, StoreConfig},
@@ -93,6 +101,7 @@ pub use crate::{
     latency::{Latency, LatencySnapshot},
     page::{PAGE_SIZE, Page, PageIndex},
     pool::{Extent, Pool, Read, Rewritten, RunFailed, Written},
+    reclaim::Reclaimed,
     stats::{PoolStats, Stat, TABLE, Unit},
     store::Store,
     worker::{Clock, Worker},

@@ -7,11 +7,15 @@
 //! | rewrite   | compared with the word | a patch, if little changed     | compared                | as write                |
 //! | take      | read, then discarded  | read, then discarded            | read, then discarded    | (no difference)         |
 //!
+//! A page that is on the backing is not read so, but fetched ([`Pool::fetch`]); written, rewritten, discarded and moved it is like
+//! any other.
+//!
 //! A page is compressed before its slot is locked; the lock is held while the object is placed, or decoded (both, when a page is
 //! rewritten), and for that page alone. Two writers of one page: the later one to lock stays. Whatever fails leaves the page as it was.
 //!
 //! Not here: tables, arena, codecs, limit; this module puts them together.
 
+mod fetch;
 mod fork;
 mod range;
 mod read;
@@ -29,6 +33,7 @@ pub use run::RunFailed;
 pub use write::Written;
 
 use crate::arena::Arena;
+use crate::backing::{Backing, record::record_bytes};
 use crate::codec::Codec;
 use crate::config::PoolConfig;
 use crate::error::StoreError;
@@ -56,6 +61,7 @@ pub(crate) struct PoolCore {
     codec: AtomicU32,
     limit: write::PoolLimit,
     disk_bytes: AtomicU64,
+    backing: Option<Arc<Backing>>,
     /// Pages were taken one by one, so that there may be leaves to free.
     emptied: AtomicBool,
 }
@@ -76,13 +82,54 @@ impl PoolCore {
     fn used_bytes(&self) -> u64 {
         self.counters.slot_bytes() + self.tree.bytes()
     }
+
+    /// The number that no other pool of the store has, or will have.
+    pub fn serial(&self) -> u64 {
+        self.tree.serial()
+    }
+
+    /// Whether its pages can go to `backing`.
+    pub fn is_on(&self, backing: &Backing) -> bool {
+        self.backing.as_ref().is_some_and(|mine| core::ptr::eq(&**mine, backing))
+    }
+
+    /// Whether it uses more than so many hundredths of its own limit.
+    pub fn is_above(&self, percent: u64) -> bool {
+        self.used_bytes() > self.limit.bytes() / 100 * percent
+    }
+
+    /// Makes `guard`'s slot say `new`, counts the difference, unlocks it, and frees what it had.
+    fn replace(&self, store: &Store, guard: SlotGuard<'_>, new: Slot, shard: usize) {
+        self.replace_aged(store, guard, new, shard, store.age());
+    }
+
+    /// As [`PoolCore::replace`], with an age other than now.
+    pub fn replace_aged(&self, store: &Store, mut guard: SlotGuard<'_>, new: Slot, shard: usize, age: u8) {
+        let old = guard.get();
+        // Both while the slot is locked: afterwards the new object may be gone, and its span another's.
+        let (before, after) = (footprint(old, &store.arena), footprint(new, &store.arena));
+        guard.set(new, age);
+        drop(guard);
+        self.counters.shard(shard).change(before, after);
+        self.free(store, old);
+    }
+
+    /// Frees what a slot had that says something else now.
+    fn free(&self, store: &Store, old: Slot) {
+        match (old, &self.backing) {
+            (Slot::Stored(object), _) => _ = store.arena.free(object.location, &store.budget),
+            (Slot::OnBacking(sealed), Some(backing)) => backing.free(sealed),
+            _ => {}
+        }
+    }
 }
 
 /// What a slot costs.
 fn footprint(slot: Slot, arena: &Arena) -> Footprint {
     match slot {
         Slot::Absent => Footprint::ABSENT,
-        Slot::SameFilled { .. } | Slot::OnBacking { .. } | Slot::Damaged => Footprint::SAME_FILLED,
+        Slot::SameFilled { .. } | Slot::Damaged => Footprint::SAME_FILLED,
+        Slot::OnBacking(sealed) => Footprint::on_backing(record_bytes(sealed.length.into())),
         Slot::Stored(object) => {
             let slot_bytes = arena.class_of(object.location).slot_bytes();
             Footprint::stored(object.codec.is_none(), object.length as usize, slot_bytes)
@@ -91,13 +138,14 @@ fn footprint(slot: Slot, arena: &Arena) -> Footprint {
 }
 
 impl Pool {
-    pub(crate) fn new(store: Arc<Store>, serial: u64, config: PoolConfig) -> Pool {
+    pub(crate) fn new(store: Arc<Store>, serial: u64, config: PoolConfig, backing: Option<Arc<Backing>>) -> Pool {
         let core = PoolCore {
             tree: Tree::new(serial),
             counters: Box::new(Counters::new()),
             codec: AtomicU32::new(config.codec.pack()),
             limit: write::PoolLimit::new(config.limit_bytes),
             disk_bytes: AtomicU64::new(0),
+            backing,
             emptied: AtomicBool::new(false),
         };
         Pool { core: Arc::new(core), store }
@@ -110,6 +158,11 @@ impl Pool {
     /// The store it is in.
     pub fn store(&self) -> &Arc<Store> {
         &self.store
+    }
+
+    /// Where its pages can go, if there is such a place.
+    pub fn backing(&self) -> Option<&Arc<Backing>> {
+        self.core.backing.as_ref()
     }
 
     /// What new pages are compressed with.
@@ -147,6 +200,11 @@ impl Pool {
         index.is_valid() && slot::is_same_filled(self.core.tree.peek(&self.store.tables, index))
     }
 
+    /// Whether the page is on the backing, and not in memory. Waits for nobody.
+    pub fn is_on_backing(&self, index: PageIndex) -> bool {
+        index.is_valid() && slot::is_on_backing(self.core.tree.peek(&self.store.tables, index))
+    }
+
     /// The store's age when the page was last written or read; `None` if it is absent.
     pub fn age_of(&self, index: PageIndex) -> Option<u8> {
         let mut leaf = LeafCache::default();
@@ -173,18 +231,8 @@ impl Pool {
         self.core.counters.latency()
     }
 
-    /// Makes `guard`'s slot say `new`, counts the difference, unlocks it, and frees the object it had.
-    fn replace(&self, mut guard: SlotGuard<'_>, new: Slot, shard: usize) {
-        let store = &self.store;
-        let old = guard.get();
-        // Both while the slot is locked: afterwards the new object may be gone, and its span another's.
-        let (before, after) = (footprint(old, &store.arena), footprint(new, &store.arena));
-        guard.set(new, store.age());
-        drop(guard);
-        self.core.counters.shard(shard).change(before, after);
-        if let Slot::Stored(object) = old {
-            store.arena.free(object.location, &store.budget);
-        }
+    fn replace(&self, guard: SlotGuard<'_>, new: Slot, shard: usize) {
+        self.core.replace(&self.store, guard, new, shard);
     }
 }
 

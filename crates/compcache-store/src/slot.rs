@@ -12,12 +12,13 @@
 //! | 16..28     | length of the object less one                      |
 //! | 28..32     | checksum, low four bits                            |
 //!
-//! | payload, bits | a stored object               | a same-filled page |
-//! |---------------|-------------------------------|--------------------|
-//! | 0..36         | location, in units of 8 bytes | the word, whole    |
-//! | 36..64        | checksum, high 28 bits        |                    |
+//! | payload, bits | a stored object, or one on the backing | a same-filled page |
+//! |---------------|----------------------------------------|--------------------|
+//! | 0..36         | location, in units of 8 bytes          | the word, whole    |
+//! | 36..64        | checksum, high 28 bits                 |                    |
 //!
-//! So 512 GiB of arena, a 32-bit checksum and lengths of 1..=4096 fit with no bit to spare. A same-filled page keeps a
+//! So 512 GiB of arena, a 32-bit checksum and lengths of 1..=4096 fit with no bit to spare; and as much of a backing, so that
+//! a page there costs no more than one in memory. A same-filled page keeps a
 //! 16-bit check of its word where length and checksum would be. State zero is absent, so fresh memory is an empty leaf.
 //!
 //! The lock bit (see [`word`]) guards both words and the object they lead to.
@@ -27,6 +28,7 @@
 pub(crate) mod word;
 
 use crate::arena::Location;
+use crate::backing::record::{Place, Sealed};
 use crate::codec::CodecId;
 use crate::page::PAGE_SIZE;
 
@@ -66,8 +68,8 @@ pub(crate) enum Slot {
     SameFilled { word: u64 },
     /// An object in the arena.
     Stored(Object),
-    /// Written back to the backing device; the payload is the extent. Nothing produces it yet.
-    OnBacking { extent: u64 },
+    /// An object on the pool's backing.
+    OnBacking(Sealed),
     /// The words contradict themselves: memory has been damaged.
     Damaged,
 }
@@ -94,13 +96,11 @@ impl Slot {
         match self {
             Slot::Absent | Slot::Damaged => (0, 0),
             Slot::SameFilled { word } => (head(SAME_FILLED) | word_check(word) << LENGTH_SHIFT, word),
-            Slot::OnBacking { extent } => (head(ON_BACKING), extent),
-            Slot::Stored(object) => {
-                let codec = object.codec.map_or(RAW, |id| u32::from(id.0));
-                let length = u32::from(object.length) - 1;
-                let meta =
-                    head(STORED) | codec << CODEC_SHIFT | length << LENGTH_SHIFT | object.checksum << CHECK_SHIFT;
-                (meta, object.location.0 | u64::from(object.checksum >> CHECK_LOW_BITS) << LOCATION_BITS)
+            Slot::OnBacking(Sealed { codec, place, length, check }) => {
+                with_object(head(ON_BACKING), codec, place.0, length, check)
+            }
+            Slot::Stored(Object { codec, location, length, checksum }) => {
+                with_object(head(STORED), codec, location.0, length, checksum)
             }
         }
     }
@@ -110,16 +110,42 @@ impl Slot {
         match state(meta) {
             ABSENT if meta == 0 => Slot::Absent,
             SAME_FILLED if meta >> LENGTH_SHIFT == word_check(payload) => Slot::SameFilled { word: payload },
-            ON_BACKING => Slot::OnBacking { extent: payload },
+            ON_BACKING => Slot::OnBacking(Sealed {
+                codec: codec(meta),
+                place: Place(payload & LOCATION_MASK),
+                length: length(meta),
+                check: checksum(meta, payload),
+            }),
             STORED => Slot::Stored(Object {
-                codec: Some(meta >> CODEC_SHIFT & CODEC_MASK).filter(|id| *id != RAW).map(|id| CodecId(id as u8)),
+                codec: codec(meta),
                 location: Location(payload & LOCATION_MASK),
-                length: ((meta >> LENGTH_SHIFT) & LENGTH_MASK) as u16 + 1,
-                checksum: meta >> CHECK_SHIFT | ((payload >> LOCATION_BITS) as u32) << CHECK_LOW_BITS,
+                length: length(meta),
+                checksum: checksum(meta, payload),
             }),
             _ => Slot::Damaged,
         }
     }
+}
+
+/// The two words of an object, wherever it is.
+fn with_object(head: u32, codec: Option<CodecId>, location: u64, length: u16, checksum: u32) -> (u32, u64) {
+    let codec = codec.map_or(RAW, |id| u32::from(id.0));
+    let length = u32::from(length) - 1;
+    let meta = head | codec << CODEC_SHIFT | length << LENGTH_SHIFT | checksum << CHECK_SHIFT;
+    (meta, location | u64::from(checksum >> CHECK_LOW_BITS) << LOCATION_BITS)
+}
+
+fn codec(meta: u32) -> Option<CodecId> {
+    Some(meta >> CODEC_SHIFT & CODEC_MASK).filter(|id| *id != RAW).map(|id| CodecId(id as u8))
+}
+
+/// The length of the object of a page that has one.
+pub(crate) fn length(meta: u32) -> u16 {
+    (meta >> LENGTH_SHIFT & LENGTH_MASK) as u16 + 1
+}
+
+fn checksum(meta: u32, payload: u64) -> u32 {
+    meta >> CHECK_SHIFT | ((payload >> LOCATION_BITS) as u32) << CHECK_LOW_BITS
 }
 
 fn state(meta: u32) -> u32 {
@@ -136,9 +162,19 @@ pub(crate) fn is_same_filled(meta: u32) -> bool {
     state(meta) == SAME_FILLED
 }
 
+/// Whether the page is on the backing.
+pub(crate) fn is_on_backing(meta: u32) -> bool {
+    state(meta) == ON_BACKING
+}
+
 /// Whether the page has an object in the arena.
 pub(crate) fn is_stored(meta: u32) -> bool {
     state(meta) == STORED
+}
+
+/// Whether the page has an object in the arena that is the page itself, not compressed.
+pub(crate) fn is_raw(meta: u32) -> bool {
+    is_stored(meta) && codec(meta).is_none()
 }
 
 /// The location in the payload of a stored page.
@@ -179,6 +215,10 @@ mod tests {
             prop_assert_eq!(super::location(payload), object.location);
             let moved = with_location(payload, Location(location ^ 1));
             prop_assert_eq!(Slot::unpack(meta, moved), Slot::Stored(Object { location: Location(location ^ 1), ..object }));
+            let sealed = Sealed { codec: object.codec, place: Place(location), length, check: checksum };
+            let (meta, payload) = Slot::OnBacking(sealed).pack(age);
+            prop_assert_eq!(Slot::unpack(meta, payload), Slot::OnBacking(sealed));
+            prop_assert!(is_on_backing(meta) && is_present(meta) && !is_stored(meta) && !is_raw(meta) && super::length(meta) == length);
         }
 
         #[test]
@@ -192,7 +232,8 @@ mod tests {
     #[test]
     fn a_flipped_state_bit_is_always_damage() {
         let object = Object { codec: Some(CodecId(1)), location: Location(9), length: 70, checksum: 77 };
-        for slot in [Slot::SameFilled { word: 5 }, Slot::Stored(object), Slot::OnBacking { extent: 3 }] {
+        let sealed = Sealed { codec: None, place: Place(3), length: 4096, check: 5 };
+        for slot in [Slot::SameFilled { word: 5 }, Slot::Stored(object), Slot::OnBacking(sealed)] {
             let (meta, payload) = slot.pack(1);
             for bit in STATE_SHIFT..CODEC_SHIFT {
                 assert_eq!(Slot::unpack(meta ^ 1 << bit, payload), Slot::Damaged, "{slot:?}");

@@ -12,8 +12,9 @@ use crate::latency::{self, Histogram, Latency};
 use crate::page::PAGE_SIZE;
 
 const SHARDS: usize = 8;
-/// Things counted per page: pages, same-filled, raw, compressed to half or less, payload bytes, slot bytes.
-const GAUGES: usize = 6;
+/// Things counted per page: pages, same-filled, raw, compressed to half or less, payload bytes, slot bytes; on the backing,
+/// and bytes there.
+const GAUGES: usize = 8;
 
 /// What one page adds to the gauges of its pool.
 #[derive(Clone, Copy, Default)]
@@ -21,12 +22,17 @@ pub(crate) struct Footprint([u64; GAUGES]);
 
 impl Footprint {
     pub const ABSENT: Footprint = Footprint([0; GAUGES]);
-    pub const SAME_FILLED: Footprint = Footprint([1, 1, 0, 0, 0, 0]);
+    pub const SAME_FILLED: Footprint = Footprint([1, 1, 0, 0, 0, 0, 0, 0]);
 
     /// An object of `length` bytes in a slot of `slot_bytes`.
     pub fn stored(raw: bool, length: usize, slot_bytes: usize) -> Footprint {
         let good = !raw && length <= PAGE_SIZE / 2;
-        Footprint([1, 0, u64::from(raw), u64::from(good), length as u64, slot_bytes as u64])
+        Footprint([1, 0, u64::from(raw), u64::from(good), length as u64, slot_bytes as u64, 0, 0])
+    }
+
+    /// A record of so many bytes on the backing.
+    pub fn on_backing(record_bytes: usize) -> Footprint {
+        Footprint([1, 0, 0, 0, 0, 0, 1, record_bytes as u64])
     }
 }
 
@@ -40,6 +46,9 @@ pub(crate) struct Shard {
     pub invalid: AtomicU64,
     pub discards: AtomicU64,
     pub compacted: AtomicU64,
+    pub bd_reads: AtomicU64,
+    pub bd_writes: AtomicU64,
+    pub bd_failed: AtomicU64,
 }
 
 impl Shard {
@@ -54,6 +63,9 @@ impl Shard {
             invalid: zero(),
             discards: zero(),
             compacted: zero(),
+            bd_reads: zero(),
+            bd_writes: zero(),
+            bd_failed: zero(),
         }
     }
 
@@ -99,6 +111,11 @@ impl Counters {
         (self.gauge(5) as i64).max(0) as u64
     }
 
+    /// Pages in memory that are kept raw.
+    pub fn raw_pages(&self) -> u64 {
+        (self.gauge(2) as i64).max(0) as u64
+    }
+
     pub fn latency(&self) -> Latency {
         Latency {
             reads: latency::snapshot(self.shards.iter().map(|shard| &shard.reads)),
@@ -124,6 +141,11 @@ impl Counters {
             invalid_io: self.total(|shard| &shard.invalid),
             pages_discard: self.total(|shard| &shard.discards),
             slot_bytes: self.slot_bytes(),
+            bd_count: self.gauge(6),
+            bd_bytes: self.gauge(7),
+            bd_reads: self.total(|shard| &shard.bd_reads),
+            bd_writes: self.total(|shard| &shard.bd_writes),
+            bd_failed: self.total(|shard| &shard.bd_failed),
             ..PoolStats::default()
         }
     }
@@ -151,8 +173,11 @@ pub struct PoolStats {
     pub mem_used_total: u64,
     pub mem_used_max: u64,
     pub pages_compacted: u64,
+    pub bd_count: u64,
+    pub bd_bytes: u64,
     pub bd_reads: u64,
     pub bd_writes: u64,
+    pub bd_failed: u64,
 }
 
 impl PoolStats {
@@ -206,7 +231,7 @@ pub const TABLE: &[Stat] = stats! {
     "mem_limit", "MemLimit", Bytes, |s| s.mem_limit, "The pool's own limit, 2^64-1 for none.";
     "num_reads", "NumReads", Operations, |s| s.num_reads, "Pages read or taken, absent ones included.";
     "num_writes", "NumWrites", Operations, |s| s.num_writes, "Pages stored.";
-    "failed_reads", "FailedReads", Operations, |s| s.failed_reads, "Reads that returned an error: corrupt pages.";
+    "failed_reads", "FailedReads", Operations, |s| s.failed_reads, "Reads that returned an error: corrupt pages, a backing that failed.";
     "failed_writes", "FailedWrites", Operations, |s| s.failed_writes, "Writes refused: limit or memory.";
     "invalid_io", "InvalidIO", Operations, |s| s.invalid_io, "Operations on an index out of range.";
     "notify_free", "PagesDiscard", Pages, |s| s.pages_discard, "Stored pages that were discarded.";
@@ -214,19 +239,22 @@ pub const TABLE: &[Stat] = stats! {
     "good_compress", "GoodCompress", Percent, |s| s.percent_of_stored(s.good_pages),
         "Share of stored pages compressed to half a page or less.";
     "no_compress", "NoCompress", Percent, |s| s.percent_of_stored(s.huge_pages), "Share of stored pages kept raw.";
-    "huge_pages", "", Pages, |s| s.huge_pages, "Pages stored raw because they did not compress.";
+    "huge_pages", "", Pages, |s| s.huge_pages, "Pages in memory raw because they did not compress.";
     "pages_stored", "PagesStored", Pages, |s| s.pages_stored(), "Pages stored in any form.";
     "pages_used", "PagesUsed", Pages, |s| s.mem_used_total.div_ceil(PAGE_SIZE as u64), "mem_used_total in pages.";
     "orig_data_size", "OrigDataSize", Bytes, |s| s.orig_data_size, "What the stored pages hold uncompressed.";
-    "compr_data_size", "ComprDataSize", Bytes, |s| s.compr_data_size, "Bytes of all objects, without any overhead.";
+    "compr_data_size", "ComprDataSize", Bytes, |s| s.compr_data_size, "Bytes of all objects in memory, without any overhead.";
     "slot_bytes", "", Bytes, |s| s.slot_bytes, "Bytes of the arena slots the objects lie in.";
     "table_bytes", "", Bytes, |s| s.table_bytes, "Bytes of the pool's slot tables.";
     "mem_used_total", "MemUsedTotal", Bytes, |s| s.mem_used_total,
         "slot_bytes and table_bytes: the pool's share. The store's own figure is what the system gave.";
     "mem_used_max", "", Bytes, |s| s.mem_used_max, "The most the store has held from the system.";
     "pages_compacted", "", Pages, |s| s.pages_compacted, "Objects moved by compaction.";
+    "bd_count", "", Pages, |s| s.bd_count, "Pages that are on the backing device now, and not in memory.";
+    "bd_bytes", "", Bytes, |s| s.bd_bytes, "What they take there, compressed and sealed.";
     "bd_reads", "BDevNumReads", Pages, |s| s.bd_reads, "Pages read from the backing device.";
     "bd_writes", "BDevNumWrites", Pages, |s| s.bd_writes, "Pages written to the backing device.";
+    "bd_failed", "", Pages, |s| s.bd_failed, "Reads of such pages that failed: the device said so, or it was not what was written.";
 };
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use alloc::sync::Arc;
 use core::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 use crate::arena::Arena;
+use crate::backing::Backing;
 use crate::budget::Budget;
 use crate::codec::{Dictionaries, DictionaryId};
 use crate::compact::Registry;
@@ -26,6 +27,8 @@ pub struct Store {
     workers: AtomicUsize,
     pools: AtomicU64,
     age: AtomicU8,
+    /// Bytes of objects that have left memory since reclaim has last compacted.
+    pub(crate) reclaimed: AtomicU64,
 }
 
 impl Store {
@@ -44,6 +47,7 @@ impl Store {
             workers: AtomicUsize::new(0),
             pools: AtomicU64::new(0),
             age: AtomicU8::new(0),
+            reclaimed: AtomicU64::new(0),
         }))
     }
 
@@ -52,8 +56,24 @@ impl Store {
     /// # Errors
     /// [`StoreError::NoSuchCodec`].
     pub fn create_pool(self: &Arc<Self>, config: PoolConfig) -> Result<Arc<Pool>, StoreError> {
+        self.make_pool(config, None)
+    }
+
+    /// An empty pool in this store, whose pages can go to `backing` ([`Store::reclaim`]). Several pools may have the same.
+    ///
+    /// # Errors
+    /// [`StoreError::NoSuchCodec`].
+    pub fn create_pool_on(
+        self: &Arc<Self>,
+        config: PoolConfig,
+        backing: &Arc<Backing>,
+    ) -> Result<Arc<Pool>, StoreError> {
+        self.make_pool(config, Some(backing.clone()))
+    }
+
+    fn make_pool(self: &Arc<Self>, config: PoolConfig, backing: Option<Arc<Backing>>) -> Result<Arc<Pool>, StoreError> {
         config.codec.check(&self.dictionaries)?;
-        let pool = Pool::new(self.clone(), self.pools.fetch_add(1, Relaxed), config);
+        let pool = Pool::new(self.clone(), self.pools.fetch_add(1, Relaxed), config, backing);
         self.registry.lock().add(pool.core());
         Ok(Arc::new(pool))
     }

@@ -11,7 +11,10 @@ mod content;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
-use compcache_store::{Codec, Page, PageIndex, Pool, PoolConfig, Read, Store, StoreConfig, Worker, train_dictionary};
+use compcache_store::{
+    Backing, BackingConfig, Codec, Fetcher, FileMedium, Page, PageIndex, Pool, PoolConfig, Read, Store, StoreConfig,
+    Worker, train_dictionary,
+};
 
 static WATCHED: AtomicI32 = AtomicI32::new(0);
 static CALLS: AtomicU64 = AtomicU64::new(0);
@@ -76,8 +79,36 @@ fn calls_during(work: impl FnOnce()) -> u64 {
     CALLS.load(Ordering::Relaxed) - before
 }
 
+/// Everything out to the backing, twice so that segments are cleaned, and some of it back.
+fn there_and_back(store: &Store, pool: &Pool, worker: &mut Worker, fetcher: &mut Fetcher) {
+    let backing = pool.backing().expect("made with one");
+    let mut page = [0; 4096];
+    for generation in 0..4 {
+        for index in (0..2000).filter(|index| index % 4 >= generation) {
+            content::fill(&mut page, 3, index, generation);
+            pool.write(worker, PageIndex(index), &page).expect("there is no limit");
+        }
+        store.set_limit_bytes(store.mem_used_total_bytes());
+        while store.reclaim(worker, backing).expect("a file takes it").pages > 0 {}
+        store.set_limit_bytes(u64::MAX);
+    }
+    for index in 0..500 {
+        assert_eq!(pool.fetch(worker, fetcher, PageIndex(index), &mut page), Ok(Read::Done));
+        assert_eq!(pool.fetch_and_take(worker, fetcher, PageIndex(1000 + index), &mut page), Ok(Read::Done));
+    }
+    backing.tidy();
+    assert!(pool.stats().bd_reads > 0 && backing.stats().live_bytes == pool.stats().bd_bytes);
+}
+
 /// Every operation of the page path, over enough pages to make tables, spans and victims.
-fn page_path(store: &Store, pool: &Pool, worker: &mut Worker, run: &mut [Page], found: &mut [Read]) {
+fn page_path(
+    store: &Store,
+    pool: &Pool,
+    worker: &mut Worker,
+    fetcher: &mut Fetcher,
+    run: &mut [Page],
+    found: &mut [Read],
+) {
     let mut page = [0; 4096];
     for index in 0..3000 {
         content::fill(&mut page, 3, index, 1);
@@ -101,6 +132,7 @@ fn page_path(store: &Store, pool: &Pool, worker: &mut Worker, run: &mut [Page], 
     page[0] ^= 1;
     pool.write(worker, PageIndex(5), &page).expect_err("the limit is reached");
     store.set_limit_bytes(u64::MAX);
+    there_and_back(store, pool, worker, fetcher);
     pool.discard_range(PageIndex(0), PageIndex::LIMIT);
     assert!(pool.stats().pages_stored() == 0 && pool.latency().reads.count > 0);
 }
@@ -117,7 +149,12 @@ fn the_page_path_allocates_nothing_with_any_codec() {
     let dictionary = train_dictionary(&samples, 16 << 10).unwrap();
     let store = Store::new(StoreConfig::default()).unwrap();
     let id = store.load_dictionary(&dictionary, 3).unwrap();
-    let pool = store.create_pool(PoolConfig::default()).unwrap();
+    // Larger than what is alive, and smaller than what is written.
+    let config = BackingConfig { capacity_bytes: 5 << 20, segment_bytes: 256 << 10 };
+    let medium = Box::new(FileMedium::new(tempfile::tempfile().unwrap().into()));
+    let backing = Backing::new(medium, config).unwrap();
+    let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
+    let mut fetcher = Fetcher::new().unwrap();
     let mut worker = Worker::new(&store, || 0).unwrap();
     let (mut run, mut found) = (samples[..64].to_vec(), vec![Read::Absent; 64]);
     assert!(calls_during(|| drop(std::hint::black_box(vec![0u8; 64]))) >= 2, "the counter does not count");
@@ -125,8 +162,9 @@ fn the_page_path_allocates_nothing_with_any_codec() {
     for codec in levels.into_iter().chain([Codec::Lz4, Codec::ZstdDictionary(id)]) {
         let calls = calls_during(|| {
             pool.set_codec(codec).expect("a codec of this store");
-            page_path(&store, &pool, &mut worker, &mut run, &mut found);
+            page_path(&store, &pool, &mut worker, &mut fetcher, &mut run, &mut found);
         });
         assert_eq!(calls, 0, "{codec:?}");
     }
+    assert!(backing.stats().records_moved > 0, "nothing was cleaned: {:?}", backing.stats());
 }

@@ -6,14 +6,18 @@
 mod checker;
 #[path = "model/content.rs"]
 mod content;
+#[path = "model/medium.rs"]
+mod medium;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use checker::{Divergence, Pages, Walk, Walked};
 use compcache_store::{
-    Codec, Page, PageIndex, Pool, PoolConfig, PoolStats, Read, Store, StoreConfig, StoreError, Worker, train_dictionary,
+    Backing, Codec, Fetcher, Page, PageIndex, Pool, PoolConfig, PoolStats, Read, Store, StoreConfig, StoreError,
+    Worker, train_dictionary,
 };
+use medium::{Faults, Memory};
 
 fn clock() -> u64 {
     static NOW: AtomicU64 = AtomicU64::new(0);
@@ -36,6 +40,7 @@ struct Subject {
     store: Arc<Store>,
     pool: Arc<Pool>,
     worker: Worker,
+    fetcher: Fetcher,
     codecs: Vec<Codec>,
     limited: bool,
 }
@@ -43,7 +48,23 @@ struct Subject {
 impl Subject {
     fn new(store: &Arc<Store>, pool: &Arc<Pool>, codecs: &[Codec], limited: bool) -> Subject {
         let worker = Worker::new(store, clock).unwrap();
-        Subject { store: store.clone(), pool: pool.clone(), worker, codecs: codecs.to_vec(), limited }
+        let fetcher = Fetcher::new().unwrap();
+        Subject { store: store.clone(), pool: pool.clone(), worker, fetcher, codecs: codecs.to_vec(), limited }
+    }
+
+    /// Writes pages back, some segments full, whatever the limit is otherwise.
+    fn reclaim(&mut self, segments: u64) {
+        let Some(backing) = self.pool.backing().cloned() else { return };
+        let limit = self.store.limit_bytes();
+        self.store.set_limit_bytes(self.store.mem_used_total_bytes());
+        for _ in 0..segments {
+            // A medium that fails costs nothing.
+            let _ = self.store.reclaim(&mut self.worker, &backing);
+        }
+        self.store.set_limit_bytes(limit);
+        backing.tidy();
+        let stats = backing.stats();
+        assert!(stats.live_bytes + stats.dead_bytes + stats.free_bytes == stats.capacity_bytes, "{stats:?}");
     }
 }
 
@@ -61,11 +82,30 @@ impl Pages for Subject {
     }
 
     fn read(&mut self, index: PageIndex, page: &mut Page, take: bool) -> Result<Read, StoreError> {
-        if take { self.pool.take(&mut self.worker, index, page) } else { self.pool.read(&mut self.worker, index, page) }
+        let Subject { pool, worker, fetcher, .. } = self;
+        let read = if take { pool.take(worker, index, page) } else { pool.read(worker, index, page) };
+        let Ok(Read::OnBacking(_)) = read else { return read };
+        // A medium that fails now may succeed the next time; what it has must not be lost by failing.
+        for _ in 0..1000 {
+            let read = match take {
+                true => pool.fetch_and_take(worker, fetcher, index, page),
+                false => pool.fetch(worker, fetcher, index, page),
+            };
+            if !matches!(read, Err(StoreError::BackingFailed { .. })) {
+                return read;
+            }
+        }
+        Err(StoreError::Corrupt { index })
     }
 
     fn read_run(&mut self, first: PageIndex, pages: &mut [Page], found: &mut [Read]) -> Result<(), StoreError> {
-        self.pool.read_run(&mut self.worker, first, pages, found).map_err(|failed| failed.error)
+        self.pool.read_run(&mut self.worker, first, pages, found).map_err(|failed| failed.error)?;
+        for (nth, (page, found)) in pages.iter_mut().zip(found).enumerate() {
+            if let Read::OnBacking(_) = found {
+                *found = self.read(first.plus(nth as u64), page, false)?;
+            }
+        }
+        Ok(())
     }
 
     fn contains(&mut self, index: PageIndex) -> bool {
@@ -95,6 +135,7 @@ impl Pages for Subject {
     }
 
     fn disturb(&mut self, random: u64) {
+        self.reclaim(random >> 40 & 3);
         match random % 5 {
             0 => {
                 let codec = self.codecs[(random >> 8) as usize % self.codecs.len()];
@@ -149,6 +190,18 @@ fn assert_nothing_leaks(store: &Arc<Store>, pool: &Arc<Pool>) {
     while !store.compact(&mut worker, 1000).finished {}
     let used = store.mem_used_total_bytes();
     assert!(used <= 256 << 10, "{used} bytes are held by an empty store");
+    if let Some(backing) = pool.backing() {
+        let stats = backing.stats();
+        assert_eq!([stats.live_bytes, stats.dead_bytes], [0, 0], "{stats:?}");
+        assert_eq!([stats.free_bytes, pool.stats().bd_count, pool.stats().bd_bytes], [stats.capacity_bytes, 0, 0]);
+    }
+}
+
+/// Every byte alive on the backing is one of this pool's.
+fn assert_live_bytes_are(backing: &Backing, pool: &Pool) {
+    let (stats, ours) = (backing.stats(), pool.stats());
+    assert_eq!(stats.live_bytes, ours.bd_bytes, "{stats:?} {ours:?}");
+    assert!(ours.bd_count <= ours.pages_stored());
 }
 
 fn walk_alone(seed: u64, operations: u64) -> Result<Walked, Divergence> {
@@ -203,13 +256,102 @@ fn a_pool_is_an_array_of_pages_for_every_thread_while_others_write_discard_and_c
     }
 }
 
+/// One walk over a pool with a backing that has these faults. Returns also what the medium did.
+fn walk_on_backing(seed: u64, operations: u64, faults: Faults) -> Result<(Walked, Arc<Memory>), Divergence> {
+    let store = small_store();
+    let codecs = all_codecs(&store);
+    let memory = Memory::new(seed, faults);
+    // From less than a walk's pages take, so that cleaning and a full backing come up, to more.
+    let backing = Backing::new(memory.medium(), medium::config(seed)).unwrap();
+    let codec = codecs[seed as usize % codecs.len()];
+    let pool = store.create_pool_on(PoolConfig { codec, ..PoolConfig::default() }, &backing).unwrap();
+    let mut subject = Subject::new(&store, &pool, &codecs, seed.is_multiple_of(3));
+    let mut walk = Walk::new(seed, 0);
+    walk.lossy = faults.lies();
+    for _ in 0..10 {
+        walk.run(&mut subject, operations / 10)?;
+        subject.reclaim(3);
+        assert_live_bytes_are(&backing, &pool);
+    }
+    let walked = walk.check_all(&mut subject)?;
+    assert_live_bytes_are(&backing, &pool);
+    let (damaged, stats) = (backing.stats().damaged_reads, pool.stats());
+    assert!(faults.lies() || damaged == 0, "an honest medium was not believed");
+    assert!(stats.bd_failed <= stats.failed_reads && (walked.lost == 0 || damaged > 0));
+    drop(subject);
+    assert_nothing_leaks(&store, &pool);
+    Ok((walked, memory))
+}
+
+#[test]
+fn a_pool_with_a_backing_is_an_array_of_pages() {
+    let (mut written, mut read, mut overwritten) = (0, 0, 0);
+    for seed in seeds(16) {
+        let (_, memory) =
+            walk_on_backing(seed, 8_000 * scale(), Faults::NONE).unwrap_or_else(|divergence| panic!("{divergence}"));
+        let did = memory.did();
+        (written, read, overwritten) = (written + did.writes, read + did.reads, overwritten + did.overwritten);
+    }
+    println!("{written} segments written, {overwritten} of them over others, {read} reads");
+    let all = std::env::var("COMPCACHE_TEST_SEED").is_err();
+    assert!(!all || (written > 1000 && read > 1000 && overwritten > 100));
+}
+
+#[test]
+fn a_backing_that_fails_loses_no_page_and_one_that_lies_returns_no_other() {
+    for faults in Faults::ALL {
+        let (mut struck, mut lost) = (0, 0);
+        for seed in seeds(6) {
+            let (walked, memory) = walk_on_backing(seed, 6_000 * scale(), faults)
+                .unwrap_or_else(|divergence| panic!("{faults:?}: {divergence}"));
+            struck += memory.did().struck;
+            lost += walked.lost;
+        }
+        println!("{faults:?}: struck {struck} times, {lost} pages lost");
+        let all = std::env::var("COMPCACHE_TEST_SEED").is_err();
+        assert!(!all || (struck > 20 && (lost > 0) == faults.lies()), "{faults:?}: {struck}, {lost}");
+    }
+}
+
+#[test]
+fn a_pool_with_a_backing_is_an_array_for_every_thread_while_pages_leave_and_come_back() {
+    const THREADS: u64 = 3;
+    for seed in seeds(6) {
+        let store = small_store();
+        let codecs = all_codecs(&store);
+        let memory = Memory::new(seed, Faults { failed_writes: 10, failed_reads: 10, ..Faults::NONE });
+        let backing = Backing::new(memory.medium(), medium::config(seed)).unwrap();
+        let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
+        let other = store.create_pool_on(PoolConfig { codec: codecs[1], ..PoolConfig::default() }, &backing).unwrap();
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let pool = if thread % 2 == 0 { &pool } else { &other };
+                let (store, codecs) = (&store, &codecs);
+                scope.spawn(move || {
+                    let mut subject = Subject::new(store, pool, codecs, false);
+                    let mut walk = Walk::new(seed * 100 + thread, thread / 2 * 1500);
+                    walk.run(&mut subject, 8_000 * scale()).unwrap_or_else(|divergence| panic!("{divergence}"));
+                    walk.check_all(&mut subject).unwrap_or_else(|divergence| panic!("{divergence}"));
+                });
+            }
+        });
+        assert_eq!(backing.stats().live_bytes, pool.stats().bd_bytes + other.stats().bd_bytes);
+        assert_eq!(backing.stats().damaged_reads, 0, "what was written must be believed");
+        drop(other);
+        assert_live_bytes_are(&backing, &pool);
+        store.set_limit_bytes(u64::MAX);
+        assert_nothing_leaks(&store, &pool);
+    }
+}
+
 /// Pages that several threads write: what is read must be, whole, one of the generations written to that page.
 #[test]
 fn a_page_written_by_many_is_always_one_of_their_writes() {
     const PAGES: u64 = 64;
     let store = small_store();
     let codecs = all_codecs(&store);
-    let pool = store.create_pool(PoolConfig::default()).unwrap();
+    let backing = Backing::new(Memory::new(1, Faults::NONE).medium(), medium::config(1)).unwrap();
+    let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
     let issued: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
     let reads = AtomicU64::new(0);
     std::thread::scope(|scope| {
@@ -218,6 +360,8 @@ fn a_page_written_by_many_is_always_one_of_their_writes() {
             scope.spawn(move || {
                 let mut rng = fastrand::Rng::with_seed(thread + 1);
                 let mut worker = Worker::new(store, clock).unwrap();
+                let mut fetcher = Fetcher::new().unwrap();
+                let backing = pool.backing().expect("made with one");
                 for _ in 0..60_000 * scale() {
                     let index = rng.u64(0..PAGES);
                     let mut page = [0; 4096];
@@ -226,15 +370,15 @@ fn a_page_written_by_many_is_always_one_of_their_writes() {
                             let generation = issued[index as usize].fetch_add(1, Ordering::SeqCst) + 1;
                             stamped(&mut page, index, generation);
                             match generation % 2 {
-                                0 => _ = pool.write(&mut worker, PageIndex(index), &page).unwrap(),
-                                _ => _ = pool.rewrite(&mut worker, PageIndex(index), &page).unwrap(),
+                                0 => refused_at_most(pool.write(&mut worker, PageIndex(index), &page)),
+                                _ => refused_at_most(pool.rewrite(&mut worker, PageIndex(index), &page)),
                             }
                         }
                         45..90 => {
                             let take = rng.u32(0..10) == 0;
                             let read = match take {
-                                true => pool.take(&mut worker, PageIndex(index), &mut page),
-                                false => pool.read(&mut worker, PageIndex(index), &mut page),
+                                true => pool.fetch_and_take(&mut worker, &mut fetcher, PageIndex(index), &mut page),
+                                false => pool.fetch(&mut worker, &mut fetcher, PageIndex(index), &mut page),
                             };
                             if read.unwrap() == Read::Done {
                                 assert_is_one_written(&page, index, issued[index as usize].load(Ordering::SeqCst));
@@ -243,7 +387,13 @@ fn a_page_written_by_many_is_always_one_of_their_writes() {
                         }
                         90..94 => _ = pool.discard(PageIndex(index)),
                         94..96 => pool.set_codec(codecs[rng.usize(0..codecs.len())]).unwrap(),
-                        96 => _ = store.compact(&mut worker, 50),
+                        96 => {
+                            store.compact(&mut worker, 50);
+                            // All of it is above three quarters of this; nobody is refused for long.
+                            store.set_limit_bytes(store.mem_used_total_bytes() + (64 << 10));
+                            let _ = store.reclaim(&mut worker, backing);
+                            store.set_limit_bytes(u64::MAX);
+                        }
                         97 => {
                             store.set_reserve_bytes(rng.u64(0..4 << 20));
                             let _ = store.refill();
@@ -260,7 +410,14 @@ fn a_page_written_by_many_is_always_one_of_their_writes() {
         }
     });
     assert!(reads.load(Ordering::Relaxed) > 10_000);
+    assert!(pool.stats().bd_reads > 100 && pool.stats().bd_writes > 100, "{:?}", pool.stats());
     assert_nothing_leaks(&store, &pool);
+}
+
+fn refused_at_most<T>(written: Result<T, StoreError>) {
+    if let Err(error) = written {
+        assert!(matches!(error, StoreError::LimitReached { .. }), "{error}");
+    }
 }
 
 /// A content that carries its index and generation; eight in a row differ in nothing else.

@@ -99,9 +99,7 @@ impl Pool {
         let store = &self.store;
         let before = super::footprint(overwritten, &store.arena);
         self.core.counters.shard(NO_WORKER).change(before, crate::stats::Footprint::ABSENT);
-        if let Slot::Stored(object) = overwritten {
-            store.arena.free(object.location, &store.budget);
-        }
+        self.core.free(store, overwritten);
         Ok(moved)
     }
 

@@ -3,7 +3,9 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::Pool;
+use crate::backing::record::{Sealed, record_bytes};
 use crate::checksum;
+use crate::codec::CodecId;
 use crate::error::StoreError;
 use crate::page::{self, Page, PageIndex};
 use crate::slot::{Object, Slot};
@@ -17,7 +19,7 @@ pub enum Read {
     Done,
     /// Never written, or discarded. The buffer is untouched; what an absent page reads as is the front end's to say.
     Absent,
-    /// The object is on the backing device; the caller fetches it in its own way. Nothing produces it yet.
+    /// The page is on the backing; the buffer is untouched. [`Pool::fetch`] reads it, and waits.
     OnBacking(Extent),
 }
 
@@ -30,12 +32,9 @@ pub struct Extent {
     pub length_bytes: u32,
 }
 
-const EXTENT_LENGTH_BITS: u32 = 16;
-
 impl Extent {
-    fn unpack(payload: u64) -> Extent {
-        let length_bytes = (payload & ((1 << EXTENT_LENGTH_BITS) - 1)) as u32 + 1;
-        Extent { offset_bytes: payload >> EXTENT_LENGTH_BITS, length_bytes }
+    fn of(sealed: &Sealed) -> Extent {
+        Extent { offset_bytes: sealed.place.byte(), length_bytes: record_bytes(sealed.length.into()) as u32 }
     }
 }
 
@@ -72,6 +71,8 @@ impl Pool {
         let end_ns = worker.now_ns();
         let shard = self.core.counters.shard(worker.number);
         match read {
+            // Not read yet.
+            Ok(Read::OnBacking(_)) => {}
             Ok(_) => shard.reads.record(end_ns.saturating_sub(start_ns)),
             Err(StoreError::IndexOutOfRange { .. }) => _ = shard.invalid.fetch_add(1, Relaxed),
             Err(_) => _ = shard.failed_reads.fetch_add(1, Relaxed),
@@ -79,7 +80,7 @@ impl Pool {
         (read, end_ns)
     }
 
-    fn read_page(
+    pub(super) fn read_page(
         &self,
         worker: &mut Worker,
         index: PageIndex,
@@ -93,7 +94,7 @@ impl Pool {
         let Some(mut guard) = self.lock_for_reading(worker, index) else { return Ok(Read::Absent) };
         match guard.get() {
             Slot::Absent => return Ok(Read::Absent),
-            Slot::OnBacking { extent } => return Ok(Read::OnBacking(Extent::unpack(extent))),
+            Slot::OnBacking(sealed) => return Ok(Read::OnBacking(Extent::of(&sealed))),
             Slot::Damaged => return Err(StoreError::Corrupt { index }),
             Slot::SameFilled { word } => page::fill(page, word),
             Slot::Stored(object) => {
@@ -130,10 +131,19 @@ impl Pool {
 
     /// Decodes an object into `page`, after its checksum says that it is what was stored.
     fn decode(&self, worker: &mut Worker, guard: &SlotGuard<'_>, object: &Object, page: &mut Page) -> bool {
-        let store = &self.store;
-        let Some(bytes) = self.checked_bytes(guard, object) else { return false };
-        match (object.codec, <&Page>::try_from(bytes)) {
-            (Some(id), _) => worker.codecs.decompress(id, bytes, page, &store.dictionaries),
+        self.checked_bytes(guard, object).is_some_and(|bytes| self.decode_bytes(worker, object.codec, bytes, page))
+    }
+
+    /// Decodes the bytes of an object that were checked.
+    pub(super) fn decode_bytes(
+        &self,
+        worker: &mut Worker,
+        codec: Option<CodecId>,
+        bytes: &[u8],
+        page: &mut Page,
+    ) -> bool {
+        match (codec, <&Page>::try_from(bytes)) {
+            (Some(id), _) => worker.codecs.decompress(id, bytes, page, &self.store.dictionaries),
             (None, Ok(raw)) => {
                 *page = *raw;
                 true

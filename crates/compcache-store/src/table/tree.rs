@@ -54,6 +54,11 @@ impl Tree {
         }
     }
 
+    /// The number that no other tree of the store has, or will have.
+    pub fn serial(&self) -> u64 {
+        self.serial
+    }
+
     /// Bytes of the leaves and nodes of this tree.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)

@@ -45,6 +45,8 @@ impl fmt::Display for Divergence {
 pub struct Walked {
     pub operations: u64,
     pub refused: u64,
+    /// Pages that a medium that lies has cost.
+    pub lost: u64,
 }
 
 const RUN: usize = 16;
@@ -67,6 +69,8 @@ pub struct Walk {
     /// Which of the pages are this walk's: those whose position is `own` modulo `walks`.
     hot: usize,
     base: u64,
+    /// The medium lies: a page may be corrupt, but never another.
+    pub lossy: bool,
     walked: Walked,
 }
 
@@ -93,6 +97,7 @@ impl Walk {
             weights,
             hot,
             base,
+            lossy: false,
             walked: Walked::default(),
         }
     }
@@ -124,15 +129,15 @@ impl Walk {
         Ok(self.walked)
     }
 
-    /// Reads every page and lists them all.
-    pub fn check_all(&mut self, pages: &mut impl Pages) -> Result<(), Divergence> {
+    /// Reads every page.
+    pub fn check_all(&mut self, pages: &mut impl Pages) -> Result<Walked, Divergence> {
         let seed = self.seed;
         let operation = self.walked.operations;
         let diverged = |what| Divergence { seed, operation, what };
         for position in 0..self.generations.len() {
             self.read(pages, position, false).map_err(diverged)?;
         }
-        Ok(())
+        Ok(self.walked)
     }
 
     fn step(&mut self, pages: &mut impl Pages) -> Result<(), String> {
@@ -222,7 +227,10 @@ impl Walk {
 
     fn read(&mut self, pages: &mut impl Pages, position: usize, take: bool) -> Result<(), String> {
         let mut page = [0xa5; 4096];
-        let read = pages.read(self.index(position), &mut page, take).map_err(|error| format!("{error}"))?;
+        let read = match pages.read(self.index(position), &mut page, take) {
+            Ok(read) => read,
+            Err(error) => return self.lost(pages, error),
+        };
         self.compare(position, read, &page)?;
         if take {
             self.generations[position] = 0;
@@ -234,13 +242,26 @@ impl Walk {
         let (first, count) = self.stretch(RUN);
         let mut buffers = [[0xa5; 4096]; RUN];
         let mut found = [Read::Absent; RUN];
-        pages
-            .read_run(self.index(first), &mut buffers[..count], &mut found[..count])
-            .map_err(|error| format!("{error}"))?;
+        if let Err(error) = pages.read_run(self.index(first), &mut buffers[..count], &mut found[..count]) {
+            return self.lost(pages, error);
+        }
         for nth in 0..count {
             self.compare(first + nth, found[nth], &buffers[nth])?;
         }
         Ok(())
+    }
+
+    /// A page that does not come back: allowed if the medium lies, and only as that. It is discarded, which ends the matter.
+    fn lost(&mut self, pages: &mut impl Pages, error: StoreError) -> Result<(), String> {
+        match error {
+            StoreError::Corrupt { index } if self.lossy => {
+                let position = (0..self.generations.len()).find(|position| self.index(*position) == index);
+                self.generations[position.ok_or(format!("{error}, and nobody asked for it"))?] = 0;
+                self.walked.lost += 1;
+                pages.discard(index).then_some(()).ok_or(format!("{error}, and is not there"))
+            }
+            _ => Err(format!("{error}")),
+        }
     }
 
     fn compare(&self, position: usize, read: Read, page: &Page) -> Result<(), String> {
@@ -311,7 +332,10 @@ impl Walk {
         self.generations[to] = 0;
         let mut page = [0xa5; 4096];
         self.read(pages, from, false)?;
-        let read = pages.read(self.index(to), &mut page, true).map_err(|error| format!("{error}"))?;
+        let read = match pages.read(self.index(to), &mut page, true) {
+            Ok(read) => read,
+            Err(error) => return self.lost(pages, error),
+        };
         match (generation, read) {
             (0, Read::Absent) => Ok(()),
             (1.., Read::Done) if page == self.content(from, generation) => self.write(pages, to),

@@ -1,0 +1,281 @@
+//! The backing: where pages go that are not to take memory any more, compressed and sealed.
+//!
+//! Pages are gathered until they fill a segment (a megabyte, or what one chooses), sealed one by one, and written in one piece;
+//! only then do their slots say that they are here, and their memory is free. A page is read with one access to the blocks
+//! that hold it. What is written again, discarded or taken is dead at once; a segment with nothing alive in it is free, and
+//! when free ones become few, mostly dead ones are emptied in the same flights.
+//!
+//! | part         | does                                                        |
+//! |--------------|-------------------------------------------------------------|
+//! | [`record`]   | what a segment looks like, and a slot that names a record   |
+//! | [`segments`] | which are free, how much of each is alive, which to clean   |
+//! | [`key`]      | sealing and opening                                         |
+//! | [`gather`]   | which pages leave: raw ones first, then the oldest          |
+//! | [`clean`]    | moving what lives out of mostly dead segments               |
+//! | [`flight`]   | one segment from memory to the medium, and the slots after it |
+//! | [`medium`], [`file`] | what it is written to                               |
+//!
+//! # What holds whatever the medium does
+//! - **A page has its memory until it has arrived.** A failed write costs nothing but the attempt.
+//! - **Nothing but what was written is returned.** Each record is sealed with the number of its flight and its place: a sector
+//!   that is damaged, older, or another's, does not open, and the page is [`StoreError::Corrupt`].
+//! - **What is read is believed only if the slot still says the same afterwards**, so segments are used again without
+//!   waiting for readers.
+//! - Bytes are exact: alive, dead and free make the capacity at any moment ([`BackingStats`]).
+//!
+//! Nothing here has a thread or a clock: [`Store::reclaim`](crate::Store::reclaim) is called by who has them. Flights allocate nothing:
+//! the two buffers and the table are made with the backing (for segments of a megabyte up to 2.8 MiB, of which
+//! about 2.1 are touched, and 16 bytes a segment).
+//!
+//! # Lock order
+//! The flight (one at a time, held while the medium works), the registry of pools (not then), slots, the arena's;
+//! the segments and the health last: leaves, held for tens of nanoseconds, or a nanosecond a segment when one is chosen.
+//!
+//! Arithmetic: docs/design/backing.md. Why so: docs/decisions/0022-backing.md.
+
+pub(crate) mod buffer;
+mod clean;
+mod file;
+mod flight;
+mod gather;
+mod key;
+mod medium;
+pub(crate) mod record;
+mod segments;
+
+use alloc::boxed::Box;
+use alloc::sync::Arc;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+pub use file::FileMedium;
+pub(crate) use flight::Flown;
+pub use medium::{Medium, MediumError};
+
+use crate::error::StoreError;
+use crate::lock::Mutex;
+use crate::page::PAGE_SIZE;
+use buffer::Buffer;
+use flight::Flight;
+use key::{Forked, Key, Once};
+use record::{Place, READ_BYTES_MAX, Sealed, TAG_BYTES, record_bytes};
+use segments::Segments;
+
+/// Free segments that [`Backing::tidy`] leaves their room, to be written to again.
+const FILLED_KEPT: usize = 4;
+
+/// How a backing is set up.
+#[derive(Clone, Copy, Debug)]
+pub struct BackingConfig {
+    /// The most room it takes on its medium, in bytes; at most 512 GiB. Rounded down to whole segments, of which there must be four.
+    pub capacity_bytes: u64,
+    /// What is written at a time, in bytes: a multiple of 4096 from 64 KiB to 16 MiB. Twice as much memory is taken.
+    pub segment_bytes: usize,
+}
+
+impl BackingConfig {
+    /// Segments are 64 KiB to 16 MiB.
+    pub const SEGMENT_BYTES: core::ops::RangeInclusive<usize> = 64 << 10..=16 << 20;
+    /// The fewest segments that can be written, cleaned and written again.
+    pub const SEGMENTS_LEAST: u64 = 4;
+}
+
+impl Default for BackingConfig {
+    /// A gigabyte, in segments of a megabyte.
+    fn default() -> Self {
+        BackingConfig { capacity_bytes: 1 << 30, segment_bytes: 1 << 20 }
+    }
+}
+
+/// Whether pages can go to a backing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Health {
+    /// They can, as far as is known.
+    #[default]
+    Good,
+    /// There is no free segment, and none that is worth cleaning. Pages that are there can be read.
+    Full,
+    /// The last write failed so. What could not be written is in memory still.
+    Failing(MediumError),
+}
+
+/// A backing at one moment. `live_bytes + dead_bytes + free_bytes == capacity_bytes`, but for a flight in the air.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BackingStats {
+    /// The most it takes.
+    pub capacity_bytes: u64,
+    /// Records that slots refer to.
+    pub live_bytes: u64,
+    /// Records that nothing refers to any more, the lists of segments, and what is left at their ends.
+    pub dead_bytes: u64,
+    /// Segments with nothing in them.
+    pub free_bytes: u64,
+    /// Segments written, and how many records of others were moved into them by cleaning.
+    pub segments_written: u64,
+    /// As above.
+    pub records_moved: u64,
+    /// Writes that failed, a segment each.
+    pub failed_writes: u64,
+    /// Reads that failed.
+    pub failed_reads: u64,
+    /// Reads that returned something else than was written.
+    pub damaged_reads: u64,
+    /// Whether pages can go there.
+    pub health: Health,
+}
+
+#[derive(Default)]
+struct Counts {
+    segments_written: AtomicU64,
+    records_moved: AtomicU64,
+    failed_writes: AtomicU64,
+    failed_reads: AtomicU64,
+    damaged_reads: AtomicU64,
+}
+
+/// Room outside memory for the pages of one pool, or of several. The pools that are made with it
+/// ([`Store::create_pool_on`](crate::Store::create_pool_on)) keep it.
+pub struct Backing {
+    medium: Box<dyn Medium>,
+    key: Key,
+    segment_bytes: usize,
+    segments: Mutex<Segments>,
+    health: Mutex<Health>,
+    counts: Counts,
+    flight: Mutex<Flight>,
+}
+
+impl Backing {
+    /// A backing on `medium`, nobody else's, whatever is on it.
+    ///
+    /// # Errors
+    /// [`StoreError::BackingRefused`]: a size it cannot have. [`StoreError::KeyRefused`], [`StoreError::MemoryRefused`].
+    pub fn new(medium: Box<dyn Medium>, config: BackingConfig) -> Result<Arc<Backing>, StoreError> {
+        let BackingConfig { capacity_bytes, segment_bytes } = config;
+        let is_segment =
+            BackingConfig::SEGMENT_BYTES.contains(&segment_bytes) && segment_bytes.is_multiple_of(PAGE_SIZE);
+        let segments = capacity_bytes.checked_div(segment_bytes as u64).unwrap_or(0);
+        if !is_segment || segments < BackingConfig::SEGMENTS_LEAST || capacity_bytes > Place::BACKING_BYTES_MAX {
+            return Err(StoreError::BackingRefused { capacity_bytes, segment_bytes });
+        }
+        Ok(Arc::new(Backing {
+            medium,
+            key: Key::new()?,
+            segment_bytes,
+            segments: Mutex::new(Segments::new(segments as u32, segment_bytes as u64)),
+            health: Mutex::new(Health::Good),
+            counts: Counts::default(),
+            flight: Mutex::new(Flight::new(segment_bytes)?),
+        }))
+    }
+
+    /// What it holds and how it is.
+    pub fn stats(&self) -> BackingStats {
+        let bytes = self.segments.lock().stats();
+        let count = |counter: &AtomicU64| counter.load(Relaxed);
+        BackingStats {
+            segments_written: count(&self.counts.segments_written),
+            records_moved: count(&self.counts.records_moved),
+            failed_writes: count(&self.counts.failed_writes),
+            failed_reads: count(&self.counts.failed_reads),
+            damaged_reads: count(&self.counts.damaged_reads),
+            health: self.health(),
+            ..bytes
+        }
+    }
+
+    /// Whether pages can go there, as far as is known.
+    pub fn health(&self) -> Health {
+        *self.health.lock()
+    }
+
+    /// Gives room that nothing is in back to where the backing lies, but for a few segments that are written to soon. May
+    /// wait for the medium; for now and then.
+    pub fn tidy(&self) {
+        loop {
+            // While room is short, what is there already is the only room that is sure.
+            if self.health() != Health::Good {
+                return;
+            }
+            let Some(begun) = self.segments.lock().next_to_punch(FILLED_KEPT) else { return };
+            let bytes = self.segment_bytes as u64;
+            self.medium.punch(u64::from(begun.segment) * bytes, bytes);
+            self.segments.lock().punched(begun);
+        }
+    }
+
+    fn set_health(&self, health: Health) {
+        *self.health.lock() = health;
+    }
+
+    /// Nothing refers to a record any more.
+    pub(crate) fn free(&self, sealed: Sealed) {
+        let (segment, _) = sealed.place.split(self.segment_bytes);
+        let mut segments = self.segments.lock();
+        // A damaged slot frees nothing: to leak is better than to free what is another page's.
+        if segments.flight_of(segment).is_some_and(|flight| sealed.is_of(flight)) {
+            segments.free_record(segment, record_bytes(sealed.length.into()) as u32);
+        }
+    }
+
+    /// Reads the blocks of a record; waits for the medium. Whether they are the record's is seen by [`Backing::open`].
+    pub(crate) fn read(&self, sealed: Sealed, fetcher: &mut Fetcher) -> Result<(), MediumError> {
+        let (blocks, _) = covering(sealed);
+        let into = &mut fetcher.buffer[..(blocks.end - blocks.start) as usize];
+        self.medium.read_at(blocks.start, into).inspect_err(|_| _ = self.counts.failed_reads.fetch_add(1, Relaxed))
+    }
+
+    /// The object of a record that was read; `None` if what was read is not it. The slot is locked, and said so before the
+    /// reading and says so now.
+    pub(crate) fn open<'f>(&self, sealed: Sealed, pool: u64, fetcher: &'f mut Fetcher) -> Option<&'f [u8]> {
+        let (_, at) = covering(sealed);
+        let (segment, within) = sealed.place.split(self.segment_bytes);
+        let flight = self.segments.lock().flight_of(segment).filter(|flight| sealed.is_of(*flight));
+        let length = usize::from(sealed.length);
+        let (object, rest) = fetcher.buffer[at..].split_at_mut(length);
+        let tag = rest[..TAG_BYTES].try_into().expect("as long as a tag");
+        let opened = flight.is_some_and(|flight| {
+            let once = Once { flight, within: within as u32 };
+            self.key.open(once, &associated(pool, sealed), object, tag)
+        });
+        if !opened {
+            self.counts.damaged_reads.fetch_add(1, Relaxed);
+        }
+        opened.then_some(&*object)
+    }
+}
+
+/// The blocks that a record touches, and where in them it begins.
+fn covering(sealed: Sealed) -> (core::ops::Range<u64>, usize) {
+    let (page, byte) = (PAGE_SIZE as u64, sealed.place.byte());
+    let end = (byte + record_bytes(sealed.length.into()) as u64).next_multiple_of(page);
+    (byte / page * page..end, (byte % page) as usize)
+}
+
+/// What is sealed with an object without being written: whose it is, and how it is to be read. The index is not part of it,
+/// since pages move from one to another; the place is, through the nonce.
+fn associated(pool: u64, sealed: Sealed) -> [u8; 12] {
+    let mut associated = [0; 12];
+    associated[..8].copy_from_slice(&pool.to_le_bytes());
+    associated[8..].copy_from_slice(&record::reading(sealed.length, sealed.codec).to_le_bytes());
+    associated
+}
+
+/// What a thread needs to read pages from a backing, made once: 12 KiB, aligned.
+pub struct Fetcher {
+    buffer: Buffer,
+}
+
+impl Fetcher {
+    /// A buffer for one page at a time.
+    ///
+    /// # Errors
+    /// [`StoreError::MemoryRefused`].
+    pub fn new() -> Result<Fetcher, StoreError> {
+        Ok(Fetcher { buffer: Buffer::new(READ_BYTES_MAX)? })
+    }
+
+    /// Address and length of the buffer. A pager must not evict it.
+    pub fn memory_range(&self) -> (usize, usize) {
+        self.buffer.range()
+    }
+}

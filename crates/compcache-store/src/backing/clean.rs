@@ -1,0 +1,114 @@
+//! Cleaning: what lives in mostly dead segments is gathered for the next flight, and the segments become free.
+//!
+//! It begins when at most one segment in sixteen is free (two at least), and is done as part of a flight, so that what it moves
+//! and what leaves memory share one write. A segment is read whole, its list says which pages its records were of, and
+//! their slots say which still are. A record is opened before it is moved, so that damage is not sealed anew.
+//!
+//! A segment with something in it that cannot be read, or that is not where its list says (its page was moved to
+//! another index), is left alone until that has died by itself.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use super::flight::{Flight, From, Head, list_once};
+use super::record::{LISTED_BYTES, Listed, Place, Sealed, TAG_BYTES, TRAILER_BYTES, record_bytes};
+use super::{Backing, Once, associated};
+use crate::slot::Slot;
+use crate::store::Store;
+use crate::table::LeafCache;
+
+/// Cleaning begins when so small a share of the segments is free.
+const FREE_SHARE: usize = 16;
+const FREE_LEAST: usize = 2;
+
+/// What became of a segment.
+enum Cleaned {
+    /// Everything alive in it is in the flight.
+    Emptied,
+    /// The flight is full.
+    Partly,
+    /// It cannot be cleaned.
+    Stuck,
+}
+
+impl Backing {
+    /// Gathers what lives in the segments that are best cleaned, if there is need. Returns how many will be free once the flight has
+    /// arrived.
+    pub(super) fn clean(&self, store: &Store, leaf: &mut LeafCache, flight: &mut Flight) -> usize {
+        let mut emptied = 0;
+        loop {
+            let chosen = {
+                let mut segments = self.segments.lock();
+                let few = (segments.count() / FREE_SHARE).max(FREE_LEAST);
+                let free = segments.free() + emptied;
+                if free > few { None } else { segments.choose(flight.room() as u64) }
+            };
+            let Some(segment) = chosen else { return emptied };
+            match self.clean_one(store, leaf, flight, segment) {
+                Cleaned::Emptied => emptied += 1,
+                Cleaned::Partly => return emptied,
+                Cleaned::Stuck => self.segments.lock().stick(segment),
+            }
+        }
+    }
+
+    fn clean_one(&self, store: &Store, leaf: &mut LeafCache, flight: &mut Flight, segment: u32) -> Cleaned {
+        let whole = self.segment_bytes;
+        // It may have become free by itself.
+        let Some(number) = self.segments.lock().flight_of(segment) else { return Cleaned::Emptied };
+        if self.medium.read_at(u64::from(segment) * whole as u64, &mut flight.image).is_err() {
+            self.counts.failed_reads.fetch_add(1, Relaxed);
+            return Cleaned::Stuck;
+        }
+        let Some(list) = self.open_list(&mut flight.image, number) else {
+            self.counts.damaged_reads.fetch_add(1, Relaxed);
+            return Cleaned::Stuck;
+        };
+        let mut moved_bytes = 0;
+        let registry = store.registry.lock();
+        for at in list.step_by(LISTED_BYTES) {
+            let line = flight.image[at..at + LISTED_BYTES].try_into().expect("as long as a line");
+            let listed = Listed::unpack(line);
+            let Some(pool) = registry.listed_pool(listed.pool) else { continue };
+            let slot = pool.tree.lock(&store.tables, listed.index, leaf).map(|guard| guard.get());
+            let place = Place::new(segment, whole, listed.within as usize);
+            let Some(Slot::OnBacking(sealed)) = slot else { continue };
+            if sealed.place != place || !sealed.is_of(number) || !pool.is_on(self) {
+                continue;
+            }
+            if !flight.fits(sealed.length) {
+                return Cleaned::Partly;
+            }
+            let from = From::Record { place, check: sealed.check };
+            let head =
+                Head { pool: pool.serial(), index: listed.index, from, length: sealed.length, codec: sealed.codec };
+            let once = Once { flight: number, within: listed.within };
+            if !flight.add(head, |copy, image| self.open_in(image, once, pool.serial(), sealed, copy)) {
+                self.counts.damaged_reads.fetch_add(1, Relaxed);
+                continue;
+            }
+            moved_bytes += record_bytes(sealed.length.into()) as u64;
+        }
+        if moved_bytes >= self.segments.lock().live_bytes_of(segment) { Cleaned::Emptied } else { Cleaned::Stuck }
+    }
+
+    /// Opens the list of a segment that was read, and returns where it lies.
+    fn open_list(&self, image: &mut [u8], flight: u64) -> Option<core::ops::Range<usize>> {
+        let end = image.len() - TRAILER_BYTES;
+        let (before, trailer) = image.split_at_mut(end);
+        let (tag, rest) = trailer.split_first_chunk::<TAG_BYTES>()?;
+        let records = rest.first_chunk::<8>()?;
+        let start = usize::try_from(u64::from_le_bytes(*records)).ok()?;
+        let start = end.checked_sub(start.checked_mul(LISTED_BYTES)?)?;
+        let once = list_once(flight, self.segment_bytes);
+        self.key.open(once, records, &mut before[start..], tag).then_some(start..end)
+    }
+
+    /// Opens one record of a segment that was read.
+    fn open_in(&self, image: &[u8], once: Once, pool: u64, sealed: Sealed, into: &mut [u8]) -> bool {
+        let within = once.within as usize;
+        let Some(record) = image.get(within..within + into.len() + TAG_BYTES) else { return false };
+        let (object, tag) = record.split_at(into.len());
+        into.copy_from_slice(object);
+        self.key.open(once, &associated(pool, sealed), into, tag.try_into().expect("as long as a tag"))
+    }
+}

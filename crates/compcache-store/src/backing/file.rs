@@ -1,0 +1,101 @@
+//! A file or a block device as a [`Medium`], by raw system calls.
+//!
+//! Input and output are direct where the file system takes it (ext4, xfs, btrfs and block devices do; tmpfs only since Linux
+//! 6.6): what was just written is the coldest there is, and a second copy of it in the page cache would take the memory that
+//! the backing is to relieve.
+
+use rustix::fd::OwnedFd;
+use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl};
+use rustix::io::{Errno, pread, pwrite};
+
+use super::medium::{Medium, MediumError};
+
+/// A file, or a block device, that nobody else writes to.
+pub struct FileMedium {
+    file: OwnedFd,
+    is_direct: bool,
+}
+
+impl FileMedium {
+    /// Takes a file that is open for reading and writing; what is in it is overwritten.
+    pub fn new(file: OwnedFd) -> FileMedium {
+        let direct = fcntl_getfl(&file).and_then(|flags| fcntl_setfl(&file, flags | OFlags::DIRECT));
+        FileMedium { file, is_direct: direct.is_ok() }
+    }
+
+    /// Whether the page cache is left out.
+    pub fn is_direct(&self) -> bool {
+        self.is_direct
+    }
+}
+
+impl Medium for FileMedium {
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediumError> {
+        let mut done = 0;
+        while done < into.len() {
+            match pread(&self.file, &mut into[done..], offset_bytes + done as u64) {
+                Ok(0) => return Err(MediumError::Short),
+                Ok(more) => done += more,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(error(errno)),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError> {
+        let mut done = 0;
+        while done < from.len() {
+            match pwrite(&self.file, &from[done..], offset_bytes + done as u64) {
+                Ok(0) => return Err(MediumError::NoSpace),
+                Ok(more) => done += more,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(error(errno)),
+            }
+        }
+        Ok(())
+    }
+
+    fn punch(&self, offset_bytes: u64, length_bytes: u64) {
+        // A block device that cannot forget, and a file system without holes, keep their room.
+        let holes = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let _ = fallocate(&self.file, holes, offset_bytes, length_bytes);
+    }
+}
+
+fn error(errno: Errno) -> MediumError {
+    match errno {
+        Errno::NOSPC | Errno::DQUOT | Errno::FBIG => MediumError::NoSpace,
+        _ => MediumError::System { errno: errno.raw_os_error() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::FileExt;
+
+    #[test]
+    fn a_file_returns_what_was_written_and_says_when_it_was_made_shorter() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        // Opened once more: whether it is direct is said of each opening.
+        let (file, medium) = (named.reopen().unwrap(), FileMedium::new(named.reopen().unwrap().into()));
+        let mut block = crate::backing::buffer::Buffer::new(8192).unwrap();
+        block.fill(0x5a);
+        medium.write_at(1 << 20, &block).unwrap();
+        let mut there = [0; 3];
+        file.read_exact_at(&mut there, (1 << 20) + 8189).unwrap();
+        assert_eq!(there, [0x5a; 3]);
+        block.fill(0);
+        medium.read_at(1 << 20, &mut block).unwrap();
+        assert!(block.iter().all(|byte| *byte == 0x5a));
+        medium.punch(1 << 20, 4096);
+        medium.read_at(1 << 20, &mut block).unwrap();
+        assert!(block[4096..].iter().all(|byte| *byte == 0x5a));
+        file.set_len((1 << 20) + 4096).unwrap();
+        assert_eq!(medium.read_at(1 << 20, &mut block), Err(MediumError::Short));
+        let read_only = std::fs::File::open("/proc/self/exe").unwrap();
+        let refused = FileMedium::new(read_only.into()).write_at(0, &block);
+        assert!(matches!(refused, Err(MediumError::System { .. })), "{refused:?}");
+    }
+}

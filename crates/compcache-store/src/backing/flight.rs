@@ -1,0 +1,303 @@
+//! A flight: one segment from memory to the medium, and the slots after it.
+//!
+//! | step      | what                                                         | locks held                      |
+//! |-----------|--------------------------------------------------------------|---------------------------------|
+//! | clean     | live records of mostly dead segments are gathered            | while the slots are asked: registry, a slot |
+//! | gather    | objects are copied, as they are in the arena                 | registry, a slot                |
+//! | begin     | a free segment, and a number that no other flight has had    | segments                        |
+//! | seal      | from the copies into the image of the segment                | none                            |
+//! | write     | one call of the medium                                       | none                            |
+//! | settle    | each slot that still holds the same object says where it is  | registry, a slot                |
+//!
+//! All of it is under the lock of the flight. Until it is settled a page is where it was, and can be read, written and discarded;
+//! what changed meanwhile is compared byte for byte with its copy, and if it differs the record is dead. So there is nothing
+//! to undo when the write fails.
+//!
+//! The copies lie one behind the other, each with a head of 32 bytes that says whose it is; the image is made of them in the
+//! same order, so the second pass finds each record's place by counting.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use super::buffer::Buffer;
+use super::gather::Plan;
+use super::record::{LISTED_BYTES, Listed, Place, Sealed, TAG_BYTES, TRAILER_BYTES, UNIT, record_bytes};
+use super::segments::Begun;
+use super::{Backing, Forked, Health, MediumError, Once, associated};
+use crate::codec::CodecId;
+use crate::error::StoreError;
+use crate::page::PageIndex;
+use crate::pool::PoolCore;
+use crate::slot::Slot;
+use crate::store::Store;
+use crate::table::LeafCache;
+use crate::worker::Worker;
+
+const HEAD_BYTES: usize = 32;
+/// An object takes its length and this at most among the copies, and its length and more than half of this in a segment, so
+/// twice a segment holds all the copies.
+const COPIES_FACTOR: usize = 2;
+const _: () = assert!(HEAD_BYTES + UNIT <= COPIES_FACTOR * (TAG_BYTES + LISTED_BYTES));
+
+/// What a flight did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Flown {
+    /// Pages that have left memory.
+    pub pages: usize,
+    /// Bytes of the arena that these took.
+    pub freed_bytes: u64,
+    /// Records that were moved here from segments to be cleaned.
+    pub moved: usize,
+    /// Somebody else is flying.
+    pub is_busy: bool,
+}
+
+/// The segment being filled.
+pub(super) struct Flight {
+    copies: Buffer,
+    pub(super) image: Buffer,
+    copied: usize,
+    records: usize,
+    /// Where the next record begins in the segment.
+    end: usize,
+    pub(super) plan: Plan,
+}
+
+/// Where the object of a copy was.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum From {
+    Memory,
+    Record { place: Place, check: u32 },
+}
+
+/// What a copy begins with.
+#[derive(Clone, Copy)]
+pub(super) struct Head {
+    pub pool: u64,
+    pub index: PageIndex,
+    pub from: From,
+    pub length: u16,
+    pub codec: Option<CodecId>,
+}
+
+const FROM_MEMORY: u64 = u64::MAX;
+
+impl Head {
+    fn pack(&self) -> [u8; HEAD_BYTES] {
+        let (place, check) = match self.from {
+            From::Memory => (FROM_MEMORY, 0),
+            From::Record { place, check } => (place.0, check),
+        };
+        let mut bytes = [0; HEAD_BYTES];
+        bytes[..8].copy_from_slice(&self.pool.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.index.0.to_le_bytes());
+        bytes[16..24].copy_from_slice(&place.to_le_bytes());
+        bytes[24..28].copy_from_slice(&check.to_le_bytes());
+        bytes[28..30].copy_from_slice(&self.length.to_le_bytes());
+        bytes[30] = self.codec.map_or(0, |id| id.0 + 1);
+        bytes
+    }
+
+    fn unpack(bytes: &[u8; HEAD_BYTES]) -> Head {
+        let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        let check = u32::from_le_bytes(bytes[24..28].try_into().expect("four bytes"));
+        Head {
+            pool: word(0),
+            index: PageIndex(word(8)),
+            from: if word(16) == FROM_MEMORY { From::Memory } else { From::Record { place: Place(word(16)), check } },
+            length: u16::from_le_bytes([bytes[28], bytes[29]]),
+            codec: bytes[30].checked_sub(1).map(CodecId),
+        }
+    }
+}
+
+impl Flight {
+    pub fn new(segment_bytes: usize) -> Result<Flight, StoreError> {
+        let (copies, image) = (Buffer::new(COPIES_FACTOR * segment_bytes)?, Buffer::new(segment_bytes)?);
+        Ok(Flight { copies, image, copied: 0, records: 0, end: 0, plan: Plan::new() })
+    }
+
+    fn clear(&mut self) {
+        (self.copied, self.records, self.end) = (0, 0, 0);
+    }
+
+    pub fn records(&self) -> usize {
+        self.records
+    }
+
+    /// Bytes left for records and their lines in the list.
+    pub fn room(&self) -> usize {
+        self.image.len() - TRAILER_BYTES - self.records * LISTED_BYTES - self.end
+    }
+
+    pub fn fits(&self, length: u16) -> bool {
+        record_bytes(length.into()) + LISTED_BYTES <= self.room()
+    }
+
+    /// Adds a copy of an object that fits; `fill` gets the room for it and what is behind it, and says whether it is there.
+    pub fn add(&mut self, head: Head, fill: impl FnOnce(&mut [u8], &[u8]) -> bool) -> bool {
+        debug_assert!(self.fits(head.length));
+        let (bytes, from) = (usize::from(head.length), self.copied + HEAD_BYTES);
+        if !fill(&mut self.copies[from..from + bytes], &self.image) {
+            return false;
+        }
+        self.copies[self.copied..from].copy_from_slice(&head.pack());
+        self.copied = (from + bytes).next_multiple_of(UNIT);
+        self.end += record_bytes(bytes);
+        self.records += 1;
+        true
+    }
+
+    /// The copies in order: head, object, and where the record begins in the segment.
+    fn each(copies: &[u8], records: usize) -> impl Iterator<Item = (Head, &[u8], usize)> {
+        let (mut at, mut within) = (0, 0);
+        (0..records).map(move |_| {
+            let head = Head::unpack(copies[at..at + HEAD_BYTES].try_into().expect("as long as a head"));
+            let from = at + HEAD_BYTES;
+            let object = &copies[from..from + usize::from(head.length)];
+            let begin = within;
+            at = (from + object.len()).next_multiple_of(UNIT);
+            within += record_bytes(object.len());
+            (head, object, begin)
+        })
+    }
+
+    /// Makes the image of the segment.
+    fn seal(&mut self, backing: &Backing, begun: Begun) -> Result<(), Forked> {
+        let end = self.image.len();
+        let (image, list) = self.image.split_at_mut(end - TRAILER_BYTES - self.records * LISTED_BYTES);
+        let (list, trailer) = list.split_at_mut(self.records * LISTED_BYTES);
+        let lines = list.as_chunks_mut::<LISTED_BYTES>().0;
+        for ((head, object, within), line) in Self::each(&self.copies, self.records).zip(lines) {
+            let place = Place::new(begun.segment, end, within);
+            let sealed = Sealed::new(begun.flight, place, head.length, head.codec);
+            let record = &mut image[within..within + record_bytes(object.len())];
+            let (body, rest) = record.split_at_mut(object.len());
+            body.copy_from_slice(object);
+            let once = Once { flight: begun.flight, within: within as u32 };
+            rest[..TAG_BYTES].copy_from_slice(&backing.key.seal(once, &associated(head.pool, sealed), body)?);
+            rest[TAG_BYTES..].fill(0);
+            let listed =
+                Listed { pool: (head.pool & Listed::POOL_MASK) as u32, index: head.index, within: within as u32 };
+            *line = listed.pack();
+        }
+        // What the last flight left there.
+        image[self.end..].fill(0);
+        let records = (self.records as u64).to_le_bytes();
+        let tag = backing.key.seal(list_once(begun.flight, end), &records, list)?;
+        trailer[..TAG_BYTES].copy_from_slice(&tag);
+        trailer[TAG_BYTES..TAG_BYTES + 8].copy_from_slice(&records);
+        trailer[TAG_BYTES + 8..].fill(0);
+        Ok(())
+    }
+}
+
+/// The list is sealed as what stands at the segment's end, where no record begins.
+pub(super) fn list_once(flight: u64, segment_bytes: usize) -> Once {
+    Once { flight, within: (segment_bytes - UNIT) as u32 }
+}
+
+impl Backing {
+    /// Fills one segment with pages of the pools that `wants` names, cleaning others if free ones are few, and writes it.
+    /// Does nothing if somebody else is at it.
+    ///
+    /// # Errors
+    /// What the medium said; every page is where it was.
+    pub(crate) fn fly(
+        &self,
+        store: &Store,
+        worker: &mut Worker,
+        wants: &dyn Fn(&PoolCore) -> bool,
+    ) -> Result<Flown, MediumError> {
+        let Some(mut flight) = self.flight.try_lock() else { return Ok(Flown { is_busy: true, ..Flown::default() }) };
+        let flight = &mut *flight;
+        flight.clear();
+        let emptied = self.clean(store, &mut worker.leaf, flight);
+        self.gather(store, &mut worker.leaf, flight, wants);
+        // The last free segment is for cleaning, which gives more back than it takes.
+        let begun = match flight.records() {
+            0 => None,
+            _ => self.segments.lock().begin(usize::from(emptied == 0)),
+        };
+        let flown = match begun {
+            Some(begun) => self.take_off(store, worker, flight, begun),
+            None => {
+                if flight.records() > 0 {
+                    self.set_health(Health::Full);
+                }
+                Ok(Flown::default())
+            }
+        };
+        self.segments.lock().cleaned();
+        flown
+    }
+
+    fn take_off(
+        &self,
+        store: &Store,
+        worker: &mut Worker,
+        flight: &mut Flight,
+        begun: Begun,
+    ) -> Result<Flown, MediumError> {
+        let offset_bytes = u64::from(begun.segment) * self.segment_bytes as u64;
+        let sealed = flight.seal(self, begun).map_err(|Forked| MediumError::Forked);
+        if let Err(error) = sealed.and_then(|()| self.medium.write_at(offset_bytes, &flight.image)) {
+            self.segments.lock().failed(begun);
+            self.counts.failed_writes.fetch_add(1, Relaxed);
+            self.set_health(if error == MediumError::NoSpace { Health::Full } else { Health::Failing(error) });
+            return Err(error);
+        }
+        self.segments.lock().arrived(begun, flight.end as u32);
+        self.counts.segments_written.fetch_add(1, Relaxed);
+        self.set_health(Health::Good);
+        Ok(self.settle(store, worker, flight, begun))
+    }
+
+    /// Has the slots say where their objects are now, those that hold them still.
+    fn settle(&self, store: &Store, worker: &mut Worker, flight: &Flight, begun: Begun) -> Flown {
+        let mut flown = Flown::default();
+        let registry = store.registry.lock();
+        for (head, object, within) in Flight::each(&flight.copies, flight.records) {
+            let place = Place::new(begun.segment, self.segment_bytes, within);
+            let sealed = Sealed::new(begun.flight, place, head.length, head.codec);
+            let pool = registry.pool(head.pool);
+            let freed = pool.and_then(|pool| settle_one(store, pool, &mut worker.leaf, head, object, sealed));
+            match (freed, head.from) {
+                (Some(freed), From::Memory) => {
+                    flown.pages += 1;
+                    flown.freed_bytes += freed;
+                    let written = &pool.expect("its slot was changed").counters.shard(worker.number).bd_writes;
+                    written.fetch_add(1, Relaxed);
+                }
+                (Some(_), From::Record { .. }) => flown.moved += 1,
+                (None, _) => self.free(sealed),
+            }
+        }
+        self.counts.records_moved.fetch_add(flown.moved as u64, Relaxed);
+        flown
+    }
+}
+
+/// Changes one slot, if it still holds what was copied, and returns what that freed in the arena.
+fn settle_one(
+    store: &Store,
+    pool: &PoolCore,
+    leaf: &mut LeafCache,
+    head: Head,
+    object: &[u8],
+    sealed: Sealed,
+) -> Option<u64> {
+    let guard = pool.tree.lock(&store.tables, head.index, leaf)?;
+    let freed = match (guard.get(), head.from) {
+        (Slot::Stored(there), From::Memory) => {
+            let is_same = there.codec == head.codec && guard.bytes(&there, &store.arena) == Some(object);
+            is_same.then(|| store.arena.class_of(there.location).slot_bytes() as u64)?
+        }
+        (Slot::OnBacking(there), From::Record { place, check }) => {
+            (there.place == place && there.check == check).then_some(0)?
+        }
+        _ => return None,
+    };
+    let age = guard.age();
+    pool.replace_aged(store, guard, Slot::OnBacking(sealed), 0, age);
+    Some(freed)
+}

@@ -1,0 +1,302 @@
+//! What a backing knows of its segments: which are free, how many of each one's bytes are alive, which to clean.
+//!
+//! | state   | from                      | to                                            |
+//! |---------|---------------------------|-----------------------------------------------|
+//! | Free    | the start, a failed write, its last record freed | Writing, when a flight begins |
+//! | Writing | a flight that began       | Written, or Free if the write failed          |
+//! | Written | a flight that arrived     | Free, with its last live record               |
+//!
+//! Sixteen bytes a segment: for segments of a megabyte with 700 pages each, a fortieth of a byte a page. A record is alive
+//! from the write on until its slot says something else. A segment with nothing alive is free at once; one that is mostly
+//! dead is emptied by moving what lives ([`super::clean`]).
+//!
+//! Which one is cleaned is that with the largest `(1 - u) * age / (1 + u)`: what is gained by what it costs, times how long the
+//! gain is likely to last. `u` is the live share, the age that of its flight. Example: half alive and 100 flights old (33) comes
+//! before a fifth alive and 20 old (13).
+//!
+//! # Source
+//! Rosenblum and Ousterhout, "The design and implementation of a log-structured file system" (1992), section 3.5.
+
+use alloc::boxed::Box;
+
+use super::BackingStats;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum State {
+    Free {
+        /// It takes room where the backing lies.
+        filled: bool,
+    },
+    Writing,
+    Written {
+        /// Something in it is damaged and cannot be moved.
+        stuck: bool,
+        /// It is being cleaned.
+        chosen: bool,
+    },
+}
+
+#[derive(Clone, Copy)]
+struct Segment {
+    flight: u64,
+    live_bytes: u32,
+    state: State,
+}
+
+const _: () = assert!(size_of::<Segment>() == 16);
+
+/// A segment fuller than this many 16ths is not cleaned: the gain would not pay for the reading and writing.
+const CLEANED_16THS: u64 = 15;
+
+pub(super) struct Segments {
+    table: Box<[Segment]>,
+    segment_bytes: u64,
+    /// No segment before these two is free and filled, or free at all.
+    filled_from: usize,
+    free_from: usize,
+    free: usize,
+    live_bytes: u64,
+    flights: u64,
+    any_chosen: bool,
+}
+
+/// A segment to be written, and the number of the flight that does it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Begun {
+    pub segment: u32,
+    pub flight: u64,
+}
+
+impl Segments {
+    pub fn new(count: u32, segment_bytes: u64) -> Segments {
+        let none = Segment { flight: 0, live_bytes: 0, state: State::Free { filled: false } };
+        Segments {
+            table: alloc::vec![none; count as usize].into_boxed_slice(),
+            segment_bytes,
+            filled_from: count as usize,
+            free_from: 0,
+            free: count as usize,
+            live_bytes: 0,
+            flights: 0,
+            any_chosen: false,
+        }
+    }
+
+    pub fn free(&self) -> usize {
+        self.free
+    }
+
+    pub fn count(&self) -> usize {
+        self.table.len()
+    }
+
+    /// A free segment, of those that take room already if there is one, else the first. Leaves `spare` of them alone.
+    pub fn begin(&mut self, spare: usize) -> Option<Begun> {
+        if self.free <= spare {
+            return None;
+        }
+        let is_filled = |segment: &Segment| segment.state == State::Free { filled: true };
+        let is_free = |segment: &Segment| matches!(segment.state, State::Free { .. });
+        let after = |from: usize, found: Option<usize>| found.map(|at| from + at);
+        let filled = after(self.filled_from, self.table[self.filled_from..].iter().position(is_filled));
+        self.filled_from = filled.unwrap_or(self.table.len());
+        let found = filled.or_else(|| after(self.free_from, self.table[self.free_from..].iter().position(is_free)))?;
+        if filled.is_none() {
+            self.free_from = found;
+        }
+        self.free -= 1;
+        self.flights += 1;
+        self.table[found] = Segment { flight: self.flights, live_bytes: 0, state: State::Writing };
+        Some(Begun { segment: found as u32, flight: self.flights })
+    }
+
+    /// The flight has arrived, with so many bytes of records. They are alive, all of them, until freed.
+    pub fn arrived(&mut self, begun: Begun, live_bytes: u32) {
+        let segment = &mut self.table[begun.segment as usize];
+        segment.live_bytes = live_bytes;
+        segment.state = State::Written { stuck: false, chosen: false };
+        self.live_bytes += u64::from(live_bytes);
+    }
+
+    /// The flight has failed; who knows what is there now.
+    pub fn failed(&mut self, begun: Begun) {
+        self.become_free(begun.segment as usize);
+    }
+
+    /// A record of so many bytes is dead.
+    pub fn free_record(&mut self, segment: u32, bytes: u32) {
+        let Some(found) = self.table.get_mut(segment as usize) else { return };
+        // Only a damaged slot could ask for more than there is.
+        let bytes = bytes.min(found.live_bytes);
+        found.live_bytes -= bytes;
+        self.live_bytes -= u64::from(bytes);
+        if found.live_bytes == 0 && matches!(found.state, State::Written { .. }) {
+            self.become_free(segment as usize);
+        }
+    }
+
+    fn become_free(&mut self, segment: usize) {
+        self.table[segment].state = State::Free { filled: true };
+        self.free += 1;
+        self.filled_from = self.filled_from.min(segment);
+        self.free_from = self.free_from.min(segment);
+    }
+
+    /// The flight that wrote a segment; `None` if nothing there is alive.
+    pub fn flight_of(&self, segment: u32) -> Option<u64> {
+        let segment = self.table.get(segment as usize)?;
+        matches!(segment.state, State::Written { .. }).then_some(segment.flight)
+    }
+
+    /// The bytes alive in a segment.
+    pub fn live_bytes_of(&self, segment: u32) -> u64 {
+        self.table.get(segment as usize).map_or(0, |segment| segment.live_bytes.into())
+    }
+
+    /// The segment that is best cleaned now, and whose live records should fit into `room` bytes. It is not chosen again before
+    /// [`Segments::cleaned`].
+    pub fn choose(&mut self, room: u64) -> Option<u32> {
+        let whole = self.segment_bytes;
+        let fits = |live: u64| live + live / 8 <= room && live * 16 <= whole * CLEANED_16THS;
+        let worth = |segment: &Segment| {
+            let live = u64::from(segment.live_bytes);
+            let can = segment.state == State::Written { stuck: false, chosen: false } && fits(live);
+            can.then(|| (whole - live) * (self.flights - segment.flight + 1) / (whole + live))
+        };
+        let worths = self.table.iter().enumerate().filter_map(|(at, segment)| Some((worth(segment)?, at)));
+        let (_, best) = worths.max()?;
+        self.table[best].state = State::Written { stuck: false, chosen: true };
+        self.any_chosen = true;
+        Some(best as u32)
+    }
+
+    /// Something in a segment cannot be moved: it is not chosen any more.
+    pub fn stick(&mut self, segment: u32) {
+        let segment = &mut self.table[segment as usize];
+        if matches!(segment.state, State::Written { .. }) {
+            segment.state = State::Written { stuck: true, chosen: false };
+        }
+    }
+
+    /// The flight that cleaned is over. What is left in the segments that were chosen can be chosen again.
+    pub fn cleaned(&mut self) {
+        if !core::mem::take(&mut self.any_chosen) {
+            return;
+        }
+        for segment in &mut self.table {
+            if let State::Written { chosen, .. } = &mut segment.state {
+                *chosen = false;
+            }
+        }
+    }
+
+    /// A free segment that takes room where the backing lies, beside `kept` of them; it does so no more after this. Keeps the
+    /// first ones, so that the end of a file empties.
+    pub fn next_to_punch(&mut self, kept: usize) -> Option<Begun> {
+        let filled = |segment: &Segment| segment.state == State::Free { filled: true };
+        if self.table.iter().filter(|segment| filled(segment)).count() <= kept {
+            return None;
+        }
+        let last = self.table.iter().rposition(filled)?;
+        self.table[last].state = State::Writing;
+        self.free -= 1;
+        Some(Begun { segment: last as u32, flight: self.table[last].flight })
+    }
+
+    /// It was punched.
+    pub fn punched(&mut self, begun: Begun) {
+        self.become_free(begun.segment as usize);
+        self.table[begun.segment as usize].state = State::Free { filled: false };
+    }
+
+    /// The bytes now; what only the backing knows is left out.
+    pub fn stats(&self) -> BackingStats {
+        let capacity_bytes = self.table.len() as u64 * self.segment_bytes;
+        let free_bytes = self.free as u64 * self.segment_bytes;
+        BackingStats {
+            capacity_bytes,
+            free_bytes,
+            live_bytes: self.live_bytes,
+            dead_bytes: capacity_bytes - free_bytes - self.live_bytes,
+            ..BackingStats::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WHOLE: u64 = 1 << 20;
+
+    fn written(segments: &mut Segments, live: u32) -> Begun {
+        let begun = segments.begin(0).unwrap();
+        segments.arrived(begun, live);
+        begun
+    }
+
+    #[test]
+    fn live_and_free_bytes_add_up_through_a_life() {
+        let mut segments = Segments::new(4, WHOLE);
+        let first = written(&mut segments, 1000);
+        let second = segments.begin(0).unwrap();
+        assert_eq!((second.segment, second.flight), (1, 2));
+        assert_eq!(segments.flight_of(1), None, "it is not there yet");
+        segments.failed(second);
+        assert_eq!(segments.stats().free_bytes, 3 * WHOLE);
+        assert_eq!(segments.stats().dead_bytes, WHOLE - 1000);
+        segments.free_record(first.segment, 400);
+        assert_eq!((segments.stats().live_bytes, segments.flight_of(0)), (600, Some(1)));
+        segments.free_record(first.segment, 600);
+        let stats = segments.stats();
+        assert_eq!([stats.live_bytes, stats.free_bytes, stats.dead_bytes], [0, 4 * WHOLE, 0]);
+        assert_eq!(segments.flight_of(0), None);
+    }
+
+    #[test]
+    fn room_that_is_taken_already_is_used_first_and_spares_are_kept() {
+        let mut segments = Segments::new(4, WHOLE);
+        let [_, second, _] = [7, 7, 7].map(|live| written(&mut segments, live));
+        segments.free_record(second.segment, 7);
+        let again = segments.begin(1).unwrap();
+        assert_eq!((again.segment, again.flight), (1, 4), "a flight's number is never used again");
+        assert!(segments.begin(1).is_none());
+        assert_eq!(segments.begin(0).unwrap().segment, 3);
+        assert!(segments.begin(0).is_none());
+    }
+
+    #[test]
+    fn what_is_cleaned_is_what_pays() {
+        let mut segments = Segments::new(200, WHOLE);
+        let old_and_half = written(&mut segments, (WHOLE / 2) as u32);
+        (0..80).for_each(|_| _ = written(&mut segments, WHOLE as u32));
+        let young_and_a_fifth = written(&mut segments, (WHOLE / 5) as u32);
+        (0..19).for_each(|_| _ = written(&mut segments, WHOLE as u32));
+        assert_eq!(segments.choose(WHOLE / 4), Some(young_and_a_fifth.segment), "the other does not fit");
+        assert_eq!(segments.choose(WHOLE), Some(old_and_half.segment));
+        assert_eq!(segments.choose(WHOLE), None, "full ones are left alone, and so are those that are being cleaned");
+        segments.cleaned();
+        assert_eq!(segments.choose(WHOLE), Some(old_and_half.segment));
+        segments.stick(old_and_half.segment);
+        segments.cleaned();
+        assert_eq!(segments.choose(WHOLE), Some(young_and_a_fifth.segment), "what is stuck stays so");
+    }
+
+    #[test]
+    fn the_last_free_segments_are_punched_first() {
+        let mut segments = Segments::new(4, WHOLE);
+        for begun in [1, 2, 3].map(|live| written(&mut segments, live)) {
+            segments.free_record(begun.segment, 3);
+        }
+        let punched: Vec<u32> = core::iter::from_fn(|| {
+            let begun = segments.next_to_punch(1)?;
+            assert!(segments.stats().free_bytes < 4 * WHOLE, "it could be written to while it is punched");
+            segments.punched(begun);
+            Some(begun.segment)
+        })
+        .collect();
+        assert_eq!(punched, [2, 1]);
+        assert_eq!(segments.stats().free_bytes, 4 * WHOLE);
+        assert_eq!(segments.begin(0).unwrap().segment, 0);
+    }
+}

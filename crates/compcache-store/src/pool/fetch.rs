@@ -1,0 +1,140 @@
+//! Reading a page that is on the backing.
+//!
+//! | what the slot says           | what is done                                                                |
+//! |------------------------------|-----------------------------------------------------------------------------|
+//! | a record                     | unlocked; its blocks are read; locked and asked again                       |
+//! | the same record then         | opened, decoded                                                             |
+//! | something else then          | what was read is forgotten, and all begins anew                             |
+//! | anything but a record        | as [`Pool::read`]                                                           |
+//!
+//! No lock is held while the medium works. Begun anew it is only if somebody has written, discarded or moved the page, or cleaning
+//! has moved its record, during one access to the medium.
+//!
+//! Where memory is to spare (below what reclaim goes down to) the object comes back into memory as it is, without being
+//! compressed again, and the record is dead: whoever reads a page from a disk without a cache above reads it
+//! often. Where it is not, the page stays where it is, since it would push out another that has then to be written: a
+//! read would become a write.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use super::Pool;
+use crate::backing::Fetcher;
+use crate::error::StoreError;
+use crate::page::{Page, PageIndex};
+use crate::pool::Read;
+use crate::reclaim::UNTIL_PERCENT;
+use crate::slot::Slot;
+use crate::table::SlotGuard;
+use crate::worker::Worker;
+
+impl Pool {
+    /// As [`Pool::read`], and waits for the backing if the page is there: never [`Read::OnBacking`].
+    ///
+    /// # Errors
+    /// As [`Pool::read`], and [`StoreError::BackingFailed`]: the page is where it was.
+    pub fn fetch(
+        &self,
+        worker: &mut Worker,
+        fetcher: &mut Fetcher,
+        index: PageIndex,
+        page: &mut Page,
+    ) -> Result<Read, StoreError> {
+        self.fetch_from(worker, fetcher, index, page, false)
+    }
+
+    /// As [`Pool::take`], and waits for the backing if the page is there.
+    ///
+    /// # Errors
+    /// As [`Pool::fetch`].
+    pub fn fetch_and_take(
+        &self,
+        worker: &mut Worker,
+        fetcher: &mut Fetcher,
+        index: PageIndex,
+        page: &mut Page,
+    ) -> Result<Read, StoreError> {
+        self.fetch_from(worker, fetcher, index, page, true)
+    }
+
+    fn fetch_from(
+        &self,
+        worker: &mut Worker,
+        fetcher: &mut Fetcher,
+        index: PageIndex,
+        page: &mut Page,
+        take: bool,
+    ) -> Result<Read, StoreError> {
+        let start_ns = worker.now_ns();
+        loop {
+            match self.read_from(worker, index, page, start_ns, take).0 {
+                Ok(Read::OnBacking(_)) => {}
+                done => return done,
+            }
+            let Some(fetched) = self.fetch_record(worker, fetcher, index, page, take) else { continue };
+            let shard = self.core.counters.shard(worker.number);
+            match fetched {
+                Ok(_) => {
+                    shard.bd_reads.fetch_add(1, Relaxed);
+                    shard.reads.record(worker.now_ns().saturating_sub(start_ns));
+                }
+                Err(_) => {
+                    shard.bd_failed.fetch_add(1, Relaxed);
+                    shard.failed_reads.fetch_add(1, Relaxed);
+                }
+            }
+            return fetched;
+        }
+    }
+
+    /// `None`: the slot says something else now.
+    fn fetch_record(
+        &self,
+        worker: &mut Worker,
+        fetcher: &mut Fetcher,
+        index: PageIndex,
+        page: &mut Page,
+        take: bool,
+    ) -> Option<Result<Read, StoreError>> {
+        let corrupt = Err(StoreError::Corrupt { index });
+        let before = self.core.tree.lock(&self.store.tables, index, &mut worker.leaf)?.get();
+        let Slot::OnBacking(sealed) = before else { return None };
+        // A pool without a backing has no such slot, unless it is damaged.
+        let Some(backing) = &self.core.backing else { return Some(corrupt) };
+        let read = backing.read(sealed, fetcher);
+        let guard = self.core.tree.lock(&self.store.tables, index, &mut worker.leaf)?;
+        if guard.get() != before {
+            return None;
+        }
+        if let Err(error) = read {
+            return Some(Err(StoreError::BackingFailed { index, error }));
+        }
+        let Some(object) = backing.open(sealed, self.core.serial(), fetcher) else { return Some(corrupt) };
+        if !self.decode_bytes(worker, sealed.codec, object, page) {
+            return Some(corrupt);
+        }
+        match take {
+            true => {
+                self.replace(guard, Slot::Absent, worker.number);
+                self.core.note_emptied();
+            }
+            false => self.keep_in_memory(worker, guard, object),
+        }
+        Some(Ok(Read::Done))
+    }
+
+    /// The page was used now; if memory is to spare, its object is in memory from now on.
+    fn keep_in_memory(&self, worker: &mut Worker, mut guard: SlotGuard<'_>, object: &[u8]) {
+        guard.touch(self.store.age());
+        let Slot::OnBacking(sealed) = guard.get() else { return };
+        let budget = &self.store.budget;
+        if budget.is_above(UNTIL_PERCENT) || self.core.is_above(UNTIL_PERCENT) {
+            return;
+        }
+        if budget.admit(&mut worker.credit).is_ok()
+            && let Ok(_reservation) = self.core.reserve()
+        {
+            // If there is no place for it, it stays where it is.
+            let _ = self.place(guard, sealed.codec, object, &mut worker.credit, worker.number);
+        }
+    }
+}

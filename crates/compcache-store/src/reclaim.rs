@@ -1,0 +1,92 @@
+//! Reclaim: relieving memory before it is full.
+//!
+//! | memory used, of the limit | what happens                                                                     |
+//! |---------------------------|----------------------------------------------------------------------------------|
+//! | up to 75 %                | nothing; pages read from the backing come back                                   |
+//! | above 85 %                | pages leave, in flights of a segment, until it is 75 %                           |
+//! | 100 %                     | writes are refused until it is 90 %, so who may wait waits for a flight or two   |
+//!
+//! The same holds for the limit of a pool alone, and its pages. What leaves frees objects all over the spans, and spans give their
+//! memory back when they are compacted; so after every sixteenth of the memory that is freed, and whenever a flight finds
+//! nothing to take, compaction is run to its end.
+//!
+//! A front end's thread does this: the store has none. Nobody who reads or writes waits for it, but for
+//! memory.
+//!
+//! Lock order: takes none of its own.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use crate::backing::{Backing, Flown, Health, MediumError};
+use crate::pool::PoolCore;
+use crate::store::Store;
+use crate::worker::Worker;
+
+/// Reclaim begins above so much of the limit, and ends at so much.
+const ABOVE_PERCENT: u64 = 85;
+pub(crate) const UNTIL_PERCENT: u64 = 75;
+/// Compaction is run when so large a share of what is used was freed.
+const COMPACT_SHARE: u64 = 16;
+const COMPACTED_AT_ONCE: usize = 256;
+/// More steps than any store has: another thread may be compacting, and then this one must not go round for ever.
+const STEPS_MAX: usize = 1 << 20;
+
+/// What one step of reclaim did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reclaimed {
+    /// Pages that have left memory.
+    pub pages: usize,
+    /// Memory given back to the system, in bytes, as far as this step saw it.
+    pub freed_bytes: u64,
+    /// There is nothing more to do, or nothing more can be done now. `false`: call again.
+    pub finished: bool,
+}
+
+impl Store {
+    /// Whether pages should go to `backing`: the store, or a pool on that backing, uses more than 85 % of its limit.
+    pub fn wants_reclaim(&self, backing: &Backing) -> bool {
+        self.is_above(backing, ABOVE_PERCENT)
+    }
+
+    /// Writes one segment of pages to `backing`, raw ones first, then those not used for longest, if the store, or a pool on that
+    /// backing, uses more than 75 % of its limit; and compacts, now and then. May wait for the medium, and holds nobody up.
+    ///
+    /// Call it again and again until it has finished, whenever [`Store::wants_reclaim`], and again a little later if the
+    /// backing is not in good health ([`Backing::health`]).
+    ///
+    /// # Errors
+    /// What the medium said. No page is lost, or anywhere else than it was.
+    pub fn reclaim(&self, worker: &mut Worker, backing: &Backing) -> Result<Reclaimed, MediumError> {
+        if !self.is_above(backing, UNTIL_PERCENT) {
+            return Ok(Reclaimed { finished: true, ..Reclaimed::default() });
+        }
+        let whole_store = self.budget.is_above(UNTIL_PERCENT);
+        let wants = |pool: &PoolCore| whole_store || pool.is_above(UNTIL_PERCENT);
+        let Flown { pages, freed_bytes, is_busy, .. } = backing.fly(self, worker, &wants)?;
+        if is_busy {
+            return Ok(Reclaimed { finished: true, ..Reclaimed::default() });
+        }
+        let used = self.mem_used_total_bytes();
+        let freed = self.reclaimed.fetch_add(freed_bytes, Relaxed) + freed_bytes;
+        if pages == 0 || freed > used / COMPACT_SHARE {
+            self.reclaimed.store(0, Relaxed);
+            self.compact_all(worker);
+        }
+        let freed_bytes = used.saturating_sub(self.mem_used_total_bytes());
+        let is_stuck = pages == 0 && (freed_bytes == 0 || backing.health() != Health::Good);
+        Ok(Reclaimed { pages, freed_bytes, finished: is_stuck || !self.is_above(backing, UNTIL_PERCENT) })
+    }
+
+    fn is_above(&self, backing: &Backing, percent: u64) -> bool {
+        self.budget.is_above(percent)
+            || self.registry.lock().pools().iter().any(|pool| pool.is_on(backing) && pool.is_above(percent))
+    }
+
+    fn compact_all(&self, worker: &mut Worker) {
+        for _ in 0..STEPS_MAX {
+            if self.compact(worker, COMPACTED_AT_ONCE).finished {
+                return;
+            }
+        }
+    }
+}
