@@ -40,6 +40,7 @@ bench: bench-build
 	$(RELEASE)/compcache-bench disk
 	$(RELEASE)/compcache-bench disk-memory
 	$(RELEASE)/compcache-bench swap-latency
+	$(RELEASE)/compcache-bench writeback
 	$(RELEASE)/compcache-bench scan --content python --order sequential,random --sides zram:lz4,swap:lz4
 
 check:

@@ -15,7 +15,7 @@ use crate::run::{self, Job, Output};
 use crate::session::{self, Session};
 use crate::side::Bench;
 use crate::table::mib;
-use crate::{dd, disk, disk_memory, hotcold, latency, programs, record, scan, store, swap_latency};
+use crate::{dd, disk, disk_memory, hotcold, latency, programs, record, scan, store, swap_latency, writeback};
 
 /// Compares compcache with the kernel's own compressed memory, side by side in one run.
 #[derive(Parser)]
@@ -60,6 +60,8 @@ enum Command {
     SwapLatency(swap_latency::Options),
     /// What a disk that holds a source tree costs in memory.
     DiskMemory(disk_memory::Options),
+    /// Pages leaving memory for a file, and read back from there, beside fio on the same file.
+    Writeback(writeback::Options),
     /// Run a command under a memory limit with one of the kernel's paths.
     Baseline(BaselineOptions),
     /// Make the page images that are missing, and say what each holds.
@@ -119,6 +121,7 @@ pub fn run() -> Result<u8> {
         Command::Disk(options) => disk::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::SwapLatency(options) => swap_latency::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::DiskMemory(options) => disk_memory::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::Writeback(options) => writeback::run(options, cli.quick, rounds, record)?,
         Command::Baseline(options) => return baseline(options, &compcache_path(cli.compcache.clone())?),
         Command::Corpus => list_corpus(),
         Command::Undo => println!("{} steps undone", session::undo()?),

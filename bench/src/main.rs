@@ -5,6 +5,7 @@
 
 mod baseline;
 mod cli;
+mod clock;
 mod compare;
 mod content;
 mod dd;
@@ -25,6 +26,7 @@ mod store;
 mod swap_latency;
 mod table;
 mod trace;
+mod writeback;
 
 use std::process::ExitCode;
 

@@ -27,6 +27,7 @@ use compcache_testkit::corpus::{self, Kind, Page};
 use lz4_flex::block::{CompressTable, compress_into_with_table, get_maximum_output_size};
 use serde_json::json;
 
+use crate::clock::{cpu_time, now_ns};
 use crate::record::{self, Record};
 use crate::stat::{Spread, Target};
 use crate::table::Table;
@@ -91,18 +92,6 @@ pub fn run(quick: bool, record: Option<&Path>) -> Result<()> {
         bail!("{missed} targets missed");
     }
     Ok(())
-}
-
-/// The clock that workers measure latencies with.
-fn now_ns() -> u64 {
-    clock_ns(libc::CLOCK_MONOTONIC)
-}
-
-fn clock_ns(clock: libc::clockid_t) -> u64 {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `now` outlives the call, which writes one timespec.
-    unsafe { libc::clock_gettime(clock, &raw mut now) };
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
 /// The codec alone, with buffers made once, as a store would use it.
@@ -247,11 +236,6 @@ fn timed(work: impl FnOnce()) -> Duration {
     let start = cpu_time();
     work();
     cpu_time() - start
-}
-
-/// CPU time of this thread.
-fn cpu_time() -> Duration {
-    Duration::from_nanos(clock_ns(libc::CLOCK_THREAD_CPUTIME_ID))
 }
 
 /// Writes page `turned` at index 0, the next at 1, and so on.
