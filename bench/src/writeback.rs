@@ -7,8 +7,8 @@
 //! | one page read from the backing, at random  | fio reading 4 KiB of the same file at random           | -         |
 //!
 //! All pages of the corpus's heaps are in memory, compressed; then the limit falls to nothing, so that all of them have to leave,
-//! and one thread reclaims until they have. That is sustained writeback: finding pages, copying, sealing, writing,
-//! and changing slots, one after the other in this version. Same-filled pages stay where they are. After it every page is read back in
+//! and two threads reclaim until they have. That is sustained writeback: finding pages, copying, sealing, writing, and
+//! changing slots. Same-filled pages stay where they are. After it every page is read back in
 //! another order, and compared. The file is written once from end to end before anything is measured, so that nobody waits for the file system
 //! to find room; fio and ours take turns.
 
@@ -16,9 +16,10 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::Args;
 use compcache_store::{
     Backing, BackingConfig, Fetcher, FileMedium, Page, PageIndex, Pool, PoolConfig, Read, Store, StoreConfig, Worker,
@@ -40,6 +41,9 @@ pub struct Options {
     /// Bytes in a segment, what is written at a time.
     #[arg(long, value_delimiter = ',', default_values_t = [256 << 10, 1 << 20, 4 << 20, 16 << 20])]
     segments: Vec<usize>,
+    /// Threads that reclaim: one gets a segment ready while the other's is written.
+    #[arg(long, default_value_t = 2)]
+    threads: usize,
 }
 
 /// The size that [`BackingConfig`] takes if none is given: the target is for this one.
@@ -70,7 +74,10 @@ struct Tail {
 /// fio is missing, a page is wrong, or the file cannot be written.
 pub fn run(options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
     println!("writeback: {}", record::machine_line());
-    let mut kept = Record::new("writeback", json!({"quick": quick, "rounds": rounds, "segments": options.segments}));
+    let mut kept = Record::new(
+        "writeback",
+        json!({"quick": quick, "rounds": rounds, "segments": options.segments, "threads": options.threads}),
+    );
     let pages = heaps(if quick { 1024 } else { corpus::IMAGE_PAGES }, &mut kept)?;
     let place = Place::new(&options.dir.clone().unwrap_or_else(corpus::directory))?;
     let mut table = Table::new(&[
@@ -88,7 +95,7 @@ pub fn run(options: &Options, quick: bool, rounds: usize, record: Option<&Path>)
     for &segment_bytes in &options.segments {
         let mut turns = Vec::new();
         for round in 0..rounds {
-            let turn = turn(&pages, &place, segment_bytes, round % 2 == 1)
+            let turn = turn(&pages, &place, segment_bytes, options.threads, round % 2 == 1)
                 .with_context(|| format!("segments of {segment_bytes} bytes"))?;
             kept.run(turn.json(segment_bytes, round));
             turns.push(turn);
@@ -159,14 +166,14 @@ impl Drop for Place {
     }
 }
 
-fn turn(pages: &[Page], place: &Place, segment_bytes: usize, ours_first: bool) -> Result<Turn> {
+fn turn(pages: &[Page], place: &Place, segment_bytes: usize, threads: usize, ours_first: bool) -> Result<Turn> {
     let subject = Subject::new(pages, place, segment_bytes)?;
     let bytes = subject.backing.stats().capacity_bytes;
     if fs::metadata(&place.path)?.len() < bytes {
         fio(place, bytes, segment_bytes, "write")?;
     }
     let fio_before = if ours_first { None } else { Some(fio(place, bytes, segment_bytes, "write")?) };
-    let (mb_per_s, cpu_us_per_page) = subject.write_back()?;
+    let (mb_per_s, cpu_us_per_page) = subject.write_back(threads)?;
     let written_bytes = subject.written_bytes();
     let fetch_us = subject.read_back(pages)?;
     let fio_write = fio_before.map_or_else(|| fio(place, bytes, segment_bytes, "write"), Ok)?;
@@ -211,22 +218,32 @@ impl Subject {
     }
 
     /// MB a second, and CPU time a page, us.
-    fn write_back(&self) -> Result<(f64, f64)> {
-        let mut worker = Worker::new(&self.store, now_ns)?;
+    fn write_back(&self, threads: usize) -> Result<(f64, f64)> {
         self.store.set_limit_bytes(1);
-        let (start, start_cpu) = (Instant::now(), cpu_time());
-        let mut pages = 0;
+        let start = Instant::now();
+        let done = thread::scope(|scope| {
+            let start = || thread::Builder::new().name("reclaim".into()).spawn_scoped(scope, || self.write_all_back());
+            let all: Vec<_> = (0..threads).map(|_| start()).collect::<Result<_, _>>()?;
+            all.into_iter().map(|one| one.join().map_err(|_| anyhow!("a thread died"))?).collect::<Result<Vec<_>>>()
+        })?;
+        let wall_s = start.elapsed().as_secs_f64();
+        let (pages, cpu_s) = done.iter().fold((0, 0.0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+        let stored = self.pool.stats().pages_stored();
+        ensure!(pages as u64 == stored, "{pages} pages of {stored} have left: {:?}", self.backing.stats());
+        Ok((self.written_bytes() as f64 / 1e6 / wall_s, cpu_s * 1e6 / pages as f64))
+    }
+
+    /// Pages and CPU time.
+    fn write_all_back(&self) -> Result<(usize, f64)> {
+        let mut worker = Worker::new(&self.store, now_ns)?;
+        let (mut pages, start_cpu) = (0, cpu_time());
         loop {
             let done = self.store.reclaim(&mut worker, &self.backing)?;
             pages += done.pages;
             if done.finished {
-                break;
+                return Ok((pages, (cpu_time() - start_cpu).as_secs_f64()));
             }
         }
-        let (wall_s, cpu_s) = (start.elapsed().as_secs_f64(), (cpu_time() - start_cpu).as_secs_f64());
-        let stored = self.pool.stats().pages_stored();
-        ensure!(pages as u64 == stored, "{pages} pages of {stored} have left: {:?}", self.backing.stats());
-        Ok((self.written_bytes() as f64 / 1e6 / wall_s, cpu_s * 1e6 / pages as f64))
     }
 
     fn written_bytes(&self) -> u64 {

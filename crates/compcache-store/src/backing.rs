@@ -24,11 +24,11 @@
 //! - Bytes are exact: alive, dead and free make the capacity at any moment ([`BackingStats`]).
 //!
 //! Nothing here has a thread or a clock: [`Store::reclaim`](crate::Store::reclaim) is called by who has them. Flights allocate nothing:
-//! the two buffers and the table are made with the backing (for segments of a megabyte up to 2.8 MiB, of which
-//! about 2.1 are touched, and 16 bytes a segment).
+//! their buffers and the table are made with the backing (for segments of a megabyte up to 2.8 MiB a flight, of which
+//! about 2.1 are touched, and 16 bytes a segment). A second flight takes memory only where a second thread flies.
 //!
 //! # Lock order
-//! The flight (one at a time, held while the medium works), the registry of pools (not then), slots, the arena's;
+//! The flight (held while the medium works), cleaning, the plan, the registry of pools (these two not then), slots, the arena's;
 //! the segments and the health last: leaves, held for tens of nanoseconds, or a nanosecond a segment when one is chosen.
 //!
 //! Arithmetic: docs/design/backing.md. Why so: docs/decisions/0022-backing.md.
@@ -56,6 +56,7 @@ use crate::lock::Mutex;
 use crate::page::PAGE_SIZE;
 use buffer::Buffer;
 use flight::Flight;
+use gather::Plan;
 use key::{Forked, Key, Once};
 use record::{Place, READ_BYTES_MAX, Sealed, TAG_BYTES, record_bytes};
 use segments::Segments;
@@ -141,7 +142,10 @@ pub struct Backing {
     segments: Mutex<Segments>,
     health: Mutex<Health>,
     counts: Counts,
-    flight: Mutex<Flight>,
+    plan: Mutex<Plan>,
+    /// Held for a whole flight, by one that cleans.
+    cleaning: Mutex<()>,
+    flights: [Mutex<Flight>; 2],
 }
 
 impl Backing {
@@ -164,7 +168,9 @@ impl Backing {
             segments: Mutex::new(Segments::new(segments as u32, segment_bytes as u64)),
             health: Mutex::new(Health::Good),
             counts: Counts::default(),
-            flight: Mutex::new(Flight::new(segment_bytes)?),
+            plan: Mutex::new(Plan::new()),
+            cleaning: Mutex::new(()),
+            flights: [Mutex::new(Flight::new(segment_bytes)?), Mutex::new(Flight::new(segment_bytes)?)],
         }))
     }
 

@@ -21,6 +21,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use crate::backing::record::Listed;
 use crate::budget::CREDIT_STEP;
+use crate::lock::Guard;
 use crate::page::PageIndex;
 use crate::pool::PoolCore;
 use crate::slot::{self, Slot};
@@ -92,8 +93,19 @@ impl Store {
     /// Call it until it says `finished` when memory is wanted: after large discards, or when writes are refused.
     /// Relieving memory needs none: objects move only into spans that have room.
     pub fn compact(&self, worker: &mut Worker, objects_max: usize) -> Compacted {
+        match self.registry.try_lock() {
+            Some(registry) => self.compact_in(registry, worker, objects_max),
+            None => Compacted::default(),
+        }
+    }
+
+    /// As [`Store::compact`], after whoever is at it.
+    pub(crate) fn compact_in_turn(&self, worker: &mut Worker, objects_max: usize) -> Compacted {
+        self.compact_in(self.registry.lock(), worker, objects_max)
+    }
+
+    fn compact_in(&self, mut registry: Guard<'_, Registry>, worker: &mut Worker, objects_max: usize) -> Compacted {
         let mut done = Compacted::default();
-        let Some(mut registry) = self.registry.try_lock() else { return done };
         let mut sweep = match registry.sweep.take() {
             Some(sweep) => sweep,
             None => {

@@ -31,7 +31,7 @@
 //! - Memory stays below the limit, except for the tables of same-filled and moved pages (twelve bytes a page).
 //!
 //! # Lock order
-//! 0. the flight of a backing (while its medium is written to; nobody but who reclaims waits for it, and he does not)
+//! 0. a flight of a backing, its cleaning (both while its medium is written to; nobody waits for them), its plan (while it gathers)
 //! 1. the registry of pools (one step of compaction or of a flight; making and dropping pools)
 //! 2. slots, by page index when two are held
 //! 3. the growth of tables (takes slots only by trying)

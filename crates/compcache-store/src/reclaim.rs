@@ -10,7 +10,8 @@
 //! memory back when they are compacted; so after every sixteenth of the memory that is freed, and whenever a flight finds
 //! nothing to take, compaction is run to its end.
 //!
-//! A front end's thread does this: the store has none. Nobody who reads or writes waits for it, but for
+//! A front end's thread does this, or two, so that one gets the next segment ready while the other waits for the medium: the store has
+//! none. Nobody who reads or writes waits for it, but for
 //! memory.
 //!
 //! Lock order: takes none of its own.
@@ -28,7 +29,7 @@ pub(crate) const UNTIL_PERCENT: u64 = 75;
 /// Compaction is run when so large a share of what is used was freed.
 const COMPACT_SHARE: u64 = 16;
 const COMPACTED_AT_ONCE: usize = 256;
-/// More steps than any store has: another thread may be compacting, and then this one must not go round for ever.
+/// More steps than any store has: others may keep it busy, and then this one must not go round for ever.
 const STEPS_MAX: usize = 1 << 20;
 
 /// What one step of reclaim did.
@@ -84,7 +85,7 @@ impl Store {
 
     fn compact_all(&self, worker: &mut Worker) {
         for _ in 0..STEPS_MAX {
-            if self.compact(worker, COMPACTED_AT_ONCE).finished {
+            if self.compact_in_turn(worker, COMPACTED_AT_ONCE).finished {
                 return;
             }
         }

@@ -9,7 +9,8 @@
 //! | write     | one call of the medium                                       | none                            |
 //! | settle    | each slot that still holds the same object says where it is  | registry, a slot                |
 //!
-//! All of it is under the lock of the flight. Until it is settled a page is where it was, and can be read, written and discarded;
+//! All of it is under the lock of the flight, of which there are two: while one waits for the medium, another thread makes the next
+//! ready. Only one of them cleans, and they gather one after the other. Until it is settled a page is where it was, and can be read, written and discarded;
 //! what changed meanwhile is compared byte for byte with its copy, and if it differs the record is dead. So there is nothing
 //! to undo when the write fails.
 //!
@@ -19,12 +20,12 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::buffer::Buffer;
-use super::gather::Plan;
 use super::record::{LISTED_BYTES, Listed, Place, Sealed, TAG_BYTES, TRAILER_BYTES, UNIT, record_bytes};
 use super::segments::Begun;
 use super::{Backing, Forked, Health, MediumError, Once, associated};
 use crate::codec::CodecId;
 use crate::error::StoreError;
+use crate::lock::Mutex;
 use crate::page::PageIndex;
 use crate::pool::PoolCore;
 use crate::slot::Slot;
@@ -47,7 +48,7 @@ pub(crate) struct Flown {
     pub freed_bytes: u64,
     /// Records that were moved here from segments to be cleaned.
     pub moved: usize,
-    /// Somebody else is flying.
+    /// Others are flying; there is nothing to fly with.
     pub is_busy: bool,
 }
 
@@ -59,7 +60,6 @@ pub(super) struct Flight {
     records: usize,
     /// Where the next record begins in the segment.
     end: usize,
-    pub(super) plan: Plan,
 }
 
 /// Where the object of a copy was.
@@ -113,7 +113,7 @@ impl Head {
 impl Flight {
     pub fn new(segment_bytes: usize) -> Result<Flight, StoreError> {
         let (copies, image) = (Buffer::new(COPIES_FACTOR * segment_bytes)?, Buffer::new(segment_bytes)?);
-        Ok(Flight { copies, image, copied: 0, records: 0, end: 0, plan: Plan::new() })
+        Ok(Flight { copies, image, copied: 0, records: 0, end: 0 })
     }
 
     fn clear(&mut self) {
@@ -198,7 +198,7 @@ pub(super) fn list_once(flight: u64, segment_bytes: usize) -> Once {
 
 impl Backing {
     /// Fills one segment with pages of the pools that `wants` names, cleaning others if free ones are few, and writes it.
-    /// Does nothing if somebody else is at it.
+    /// Does nothing if two are at it already.
     ///
     /// # Errors
     /// What the medium said; every page is where it was.
@@ -208,10 +208,12 @@ impl Backing {
         worker: &mut Worker,
         wants: &dyn Fn(&PoolCore) -> bool,
     ) -> Result<Flown, MediumError> {
-        let Some(mut flight) = self.flight.try_lock() else { return Ok(Flown { is_busy: true, ..Flown::default() }) };
+        let busy = Flown { is_busy: true, ..Flown::default() };
+        let Some(mut flight) = self.flights.iter().find_map(Mutex::try_lock) else { return Ok(busy) };
         let flight = &mut *flight;
         flight.clear();
-        let emptied = self.clean(store, &mut worker.leaf, flight);
+        let cleaning = self.cleaning.try_lock();
+        let emptied = cleaning.as_ref().map_or(0, |_| self.clean(store, &mut worker.leaf, flight));
         self.gather(store, &mut worker.leaf, flight, wants);
         // The last free segment is for cleaning, which gives more back than it takes.
         let begun = match flight.records() {
@@ -220,14 +222,17 @@ impl Backing {
         };
         let flown = match begun {
             Some(begun) => self.take_off(store, worker, flight, begun),
+            None if flight.records() == 0 => Ok(Flown::default()),
+            // What another is about to clean or to write may leave room.
+            None if cleaning.is_none() || self.segments.lock().is_any_written_now() => Ok(busy),
             None => {
-                if flight.records() > 0 {
-                    self.set_health(Health::Full);
-                }
+                self.set_health(Health::Full);
                 Ok(Flown::default())
             }
         };
-        self.segments.lock().cleaned();
+        if cleaning.is_some() {
+            self.segments.lock().cleaned();
+        }
         flown
     }
 

@@ -5,7 +5,7 @@
 //! that make up an eighth of what is stored (two segments at least) go in the next pass. So a pass costs two looks at four bytes a
 //! page for an eighth of the memory: at a million pages, 2 ms beside some 130 flights.
 //!
-//! Where a pass has come to is kept from flight to flight. Pools that have no need, or another backing, are passed over.
+//! Where a pass has come to is kept from flight to flight, for all of them: two that gather at the same time would take the same pages. Pools that have no need, or another backing, are passed over.
 //!
 //! # Source
 //! That what does not compress goes straight to the backing is ramzswap's rule.
@@ -47,6 +47,67 @@ impl Plan {
     pub fn new() -> Plan {
         Plan { taken: Taken::Raw, pool: 0, next: PageIndex(0) }
     }
+
+    /// Goes on with the pass. `true`: the segment is full.
+    fn go_on(
+        &mut self,
+        store: &Store,
+        registry: &Registry,
+        leaf: &mut LeafCache,
+        flight: &mut Flight,
+        wants: &dyn Fn(&PoolCore) -> bool,
+    ) -> bool {
+        while let Some(pool) = registry.pools().get(self.pool) {
+            let has_some = match self.taken {
+                Taken::Raw => pool.counters.raw_pages() > 0,
+                Taken::Aged { .. } => true,
+            };
+            if wants(pool) && has_some && self.go_on_in(store, pool, leaf, flight) {
+                return true;
+            }
+            (self.pool, self.next) = (self.pool + 1, PageIndex(0));
+        }
+        false
+    }
+
+    fn go_on_in(&mut self, store: &Store, pool: &PoolCore, leaf: &mut LeafCache, flight: &mut Flight) -> bool {
+        let (taken, now) = (self.taken, store.age());
+        while let Some(first) = pool.tree.next_leaf(&store.tables, self.next, PageIndex(PageIndex::LIMIT)) {
+            let end = first.plus(FANOUT as u64);
+            let from = first.max(self.next);
+            if let Some(slots) = pool.tree.leaf(&store.tables, first) {
+                for index in from.0..end.0 {
+                    let meta = slots.meta[(index - first.0) as usize].load(Relaxed);
+                    if taken.takes(meta, now) && !copy(store, pool, PageIndex(index), leaf, flight) {
+                        self.next = PageIndex(index);
+                        return true;
+                    }
+                }
+            }
+            self.next = end;
+        }
+        false
+    }
+}
+
+/// Copies the object of a page, if it has one, and one that is sound. `false`: it does not fit.
+fn copy(store: &Store, pool: &PoolCore, index: PageIndex, leaf: &mut LeafCache, flight: &mut Flight) -> bool {
+    let Some(guard) = pool.tree.lock(&store.tables, index, leaf) else { return true };
+    let Slot::Stored(object) = guard.get() else { return true };
+    if !flight.fits(object.length) {
+        return false;
+    }
+    let Some(bytes) = guard.bytes(&object, &store.arena) else { return true };
+    // One that is damaged stays, and is told to whoever reads it.
+    if checksum::of(bytes, object.codec) == object.checksum {
+        let pool = pool.serial();
+        let head = Head { pool, index, from: From::Memory, length: object.length, codec: object.codec };
+        flight.add(head, |copy, _| {
+            copy.copy_from_slice(bytes);
+            true
+        });
+    }
+    true
 }
 
 impl Taken {
@@ -70,85 +131,18 @@ impl Backing {
         wants: &dyn Fn(&PoolCore) -> bool,
     ) {
         let wants = |pool: &PoolCore| pool.is_on(self) && wants(pool);
+        let mut plan = self.plan.lock();
         let registry = store.registry.lock();
         for _ in 0..PASSES {
-            if self.go_on(store, &registry, leaf, flight, &wants) {
+            if plan.go_on(store, &registry, leaf, flight, &wants) {
                 return;
             }
-            let taken = match flight.plan.taken {
+            let taken = match plan.taken {
                 Taken::Raw => Taken::Aged { least: self.least_age(store, &registry, &wants) },
                 Taken::Aged { .. } => Taken::Raw,
             };
-            flight.plan = Plan { taken, ..Plan::new() };
+            *plan = Plan { taken, ..Plan::new() };
         }
-    }
-
-    /// Goes on with the pass. `true`: the segment is full.
-    fn go_on(
-        &self,
-        store: &Store,
-        registry: &Registry,
-        leaf: &mut LeafCache,
-        flight: &mut Flight,
-        wants: &dyn Fn(&PoolCore) -> bool,
-    ) -> bool {
-        while let Some(pool) = registry.pools().get(flight.plan.pool) {
-            let has_some = match flight.plan.taken {
-                Taken::Raw => pool.counters.raw_pages() > 0,
-                Taken::Aged { .. } => true,
-            };
-            if wants(pool) && has_some && self.go_on_in(store, pool, leaf, flight) {
-                return true;
-            }
-            flight.plan = Plan { pool: flight.plan.pool + 1, next: PageIndex(0), ..flight.plan };
-        }
-        false
-    }
-
-    fn go_on_in(&self, store: &Store, pool: &PoolCore, leaf: &mut LeafCache, flight: &mut Flight) -> bool {
-        let (taken, now) = (flight.plan.taken, store.age());
-        while let Some(first) = pool.tree.next_leaf(&store.tables, flight.plan.next, PageIndex(PageIndex::LIMIT)) {
-            let end = first.plus(FANOUT as u64);
-            let from = first.max(flight.plan.next);
-            if let Some(slots) = pool.tree.leaf(&store.tables, first) {
-                for index in from.0..end.0 {
-                    let meta = slots.meta[(index - first.0) as usize].load(Relaxed);
-                    if taken.takes(meta, now) && !self.copy(store, pool, PageIndex(index), leaf, flight) {
-                        flight.plan.next = PageIndex(index);
-                        return true;
-                    }
-                }
-            }
-            flight.plan.next = end;
-        }
-        false
-    }
-
-    /// Copies the object of a page, if it has one, and one that is sound. `false`: it does not fit.
-    fn copy(
-        &self,
-        store: &Store,
-        pool: &PoolCore,
-        index: PageIndex,
-        leaf: &mut LeafCache,
-        flight: &mut Flight,
-    ) -> bool {
-        let Some(guard) = pool.tree.lock(&store.tables, index, leaf) else { return true };
-        let Slot::Stored(object) = guard.get() else { return true };
-        if !flight.fits(object.length) {
-            return false;
-        }
-        let Some(bytes) = guard.bytes(&object, &store.arena) else { return true };
-        // One that is damaged stays, and is told to whoever reads it.
-        if checksum::of(bytes, object.codec) == object.checksum {
-            let pool = pool.serial();
-            let head = Head { pool, index, from: From::Memory, length: object.length, codec: object.codec };
-            flight.add(head, |copy, _| {
-                copy.copy_from_slice(bytes);
-                true
-            });
-        }
-        true
     }
 
     /// How old the pages are that the next pass by age takes.

@@ -110,6 +110,11 @@ impl Segments {
         Some(Begun { segment: found as u32, flight: self.flights })
     }
 
+    /// Whether a flight has begun and not arrived.
+    pub fn is_any_written_now(&self) -> bool {
+        self.table.iter().any(|segment| segment.state == State::Writing)
+    }
+
     /// The flight has arrived, with so many bytes of records. They are alive, all of them, until freed.
     pub fn arrived(&mut self, begun: Begun, live_bytes: u32) {
         let segment = &mut self.table[begun.segment as usize];
