@@ -1,7 +1,7 @@
 //! Small virtual machines: a kernel that a distribution made, some programs in an initial RAM disk, and what they print.
 //!
-//! For what another kernel than this machine's must show. Emulated, so that no KVM is needed: about ten times slower, which
-//! is why nothing measured in here is a number.
+//! For what another kernel than this machine's must show. Emulated, so that no KVM is needed: about ten times slower, so nothing
+//! measured in here is a number of a machine's; at most, things measured in the same one may be compared.
 //!
 //! ```no_run
 //! use compcache_testkit::vm::{Kernel, Vm};
@@ -25,6 +25,9 @@ use crate::features::find_program;
 
 const FILE: u32 = 0o100_755;
 const DIRECTORY: u32 = 0o040_755;
+/// Where a machine with a network finds what listens on this machine's loopback.
+pub const HOST: &str = "10.0.2.2";
+const NETWORK_UP: &str = "ip link set lo up; ip addr add 10.0.2.15/24 dev eth0; ip link set eth0 up\n";
 /// Printed where the script's own output begins and ends.
 const BEGIN: &str = "=== begin";
 const END: &str = "=== end";
@@ -78,6 +81,7 @@ pub struct Vm {
     before: String,
     processors: u32,
     memory_mib: u32,
+    network: bool,
 }
 
 impl Vm {
@@ -94,6 +98,7 @@ impl Vm {
             before: String::new(),
             processors: 2,
             memory_mib: 1536,
+            network: false,
         };
         let busybox = find_program("busybox").ok_or_else(|| io::Error::other("busybox is not on the path"))?;
         for directory in ["/proc", "/sys", "/dev", "/tmp"] {
@@ -106,6 +111,16 @@ impl Vm {
     /// How many processors it has, and how much memory. What is in the initial RAM disk takes a part of that for good.
     pub fn size(&mut self, processors: u32, memory_mib: u32) {
         (self.processors, self.memory_mib) = (processors, memory_mib);
+    }
+
+    /// Gives it a network with this machine alone, which it finds at [`HOST`]: `eth0`, which is up, behind an emulated router. It can
+    /// connect to what listens on the loopback here; nobody can connect to it.
+    ///
+    /// # Errors
+    /// As [`Vm::module`]: the kernel has no virtio_net.
+    pub fn network(&mut self) -> io::Result<()> {
+        self.network = true;
+        self.module("virtio_net", "")
     }
 
     /// Lines that the first process runs before it becomes, by exec, the shell that runs the script: so that all of its memory
@@ -191,8 +206,10 @@ impl Vm {
         let init = format!(
             "#!/bin/busybox sh\n/bin/busybox --install -s /bin\nexport PATH=/bin HOME=/\n\
              mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev\n\
-             mkdir -p /dev/shm; mount -t tmpfs shm /dev/shm\n{}{}\nexec /bin/busybox sh /script\n",
-            self.loads, self.before
+             mkdir -p /dev/shm; mount -t tmpfs shm /dev/shm\n{}{}{}\nexec /bin/busybox sh /script\n",
+            self.loads,
+            if self.network { NETWORK_UP } else { "" },
+            self.before
         );
         let script = format!("echo '{BEGIN}'\n{script}\necho '{END}'\npoweroff -f\n");
         self.entry("/init", FILE, init.as_bytes())?;
@@ -201,8 +218,14 @@ impl Vm {
         let directory = tempfile::tempdir()?;
         let (disk, console) = (directory.path().join("initrd"), directory.path().join("console"));
         fs::write(&disk, &self.archive)?;
+        // No option ROM: what boots from a network is not always installed.
+        let network: &[&str] = match self.network {
+            true => &["-netdev", "user,id=host,ipv6=off", "-device", "virtio-net-pci,netdev=host,romfile="],
+            false => &["-net", "none"],
+        };
         let mut machine = Command::new("qemu-system-x86_64")
-            .args(["-M", "q35", "-cpu", "max", "-display", "none", "-no-reboot", "-net", "none"])
+            .args(["-M", "q35", "-cpu", "max", "-display", "none", "-no-reboot"])
+            .args(network)
             .args(["-smp", &self.processors.to_string(), "-m", &self.memory_mib.to_string()])
             .arg("-serial")
             .arg(format!("file:{}", console.display()))
@@ -273,6 +296,9 @@ fn wait(machine: &mut Child, patience: Duration) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::BufRead;
+    use std::net::TcpListener;
+
     use super::*;
     use crate::features::{Feature, requires};
 
@@ -296,5 +322,26 @@ mod tests {
         );
         let mib: u64 = lines[5].split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() / 1024;
         assert!((400..512).contains(&mib), "{mib} MiB");
+    }
+
+    #[test]
+    fn a_machine_with_a_network_reaches_what_listens_on_the_loopback_here() {
+        if !requires(&[Feature::StockKernel, Feature::Program("qemu-system-x86_64"), Feature::Program("busybox")]) {
+            return;
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let answering = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut line = String::new();
+            io::BufReader::new(&stream).read_line(&mut line).unwrap();
+            stream.write_all(line.to_uppercase().as_bytes()).unwrap();
+        });
+        let mut vm = Vm::new(&Kernel::stock().unwrap()).unwrap();
+        vm.size(1, 512);
+        vm.network().unwrap();
+        let printed = vm.run(&format!("echo are you there | nc {HOST} {port}"), Duration::from_secs(120));
+        assert_eq!(printed.unwrap_or_else(|error| panic!("{error}")), "ARE YOU THERE");
+        answering.join().unwrap();
     }
 }
