@@ -21,6 +21,7 @@
 //! | reaches beyond the end                  | ENOSPC when it writes, else EINVAL                                |
 //! | sends no request where one should be    | the connection closed                                             |
 //! | says nothing for 30 s before it is served | the connection closed                                           |
+//! | is served, over TCP, and its machine is gone | the connection closed after a quarter of an hour             |
 //!
 //! Of what clients say, only lengths that were checked are believed; nothing is allocated by them. No more than
 //! [`CONNECTIONS_MAX`] are served at a time, of which each may come to hold 32 MiB, and three times as much more if its largest requests
@@ -145,6 +146,11 @@ impl NbdServer {
     /// How many clients are connected now.
     pub fn connections(&self) -> usize {
         self.shared.lock().live.len()
+    }
+
+    /// Where those come from that are connected over TCP.
+    pub fn tcp_peers(&self) -> Vec<SocketAddr> {
+        self.shared.lock().live.values().filter_map(|connection| connection.stream.tcp_peer()).collect()
     }
 
     /// Lets nobody in any more, answers what is in flight, for `grace` at most, and ends all connections and threads. A

@@ -9,7 +9,15 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::net::Shutdown;
+use rustix::net::{Shutdown, sockopt};
+
+/// A TCP client that says nothing for so long is asked whether it is there, again and again; machines lose power, and cables their
+/// plugs, without a word.
+const ASKED_AFTER: Duration = Duration::from_secs(120);
+const ASKED_EVERY: Duration = Duration::from_secs(60);
+/// After so many questions, a quarter of an hour after its last word, it is gone: the kernel waits as long for the acknowledgement of
+/// what was sent. Not sooner: who swaps over the network may be cut off for a while, and would lose its pages.
+const ASKED_TIMES: u32 = 13;
 
 /// Where a server listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,6 +69,10 @@ impl Listener {
             Listener::Tcp(listener) => {
                 let stream = listener.accept()?.0;
                 stream.set_nodelay(true)?;
+                sockopt::set_tcp_keepidle(&stream, ASKED_AFTER)?;
+                sockopt::set_tcp_keepintvl(&stream, ASKED_EVERY)?;
+                sockopt::set_tcp_keepcnt(&stream, ASKED_TIMES)?;
+                sockopt::set_socket_keepalive(&stream, true)?;
                 Ok(Stream::Tcp(stream))
             }
         }
@@ -107,6 +119,14 @@ impl Stream {
             Stream::Unix(stream) => Stream::Unix(stream.try_clone()?),
             Stream::Tcp(stream) => Stream::Tcp(stream.try_clone()?),
         })
+    }
+
+    /// Where it comes from, if it is TCP.
+    pub fn tcp_peer(&self) -> Option<SocketAddr> {
+        match self {
+            Stream::Unix(_) => None,
+            Stream::Tcp(stream) => stream.peer_addr().ok(),
+        }
     }
 
     fn fd(&self) -> BorrowedFd<'_> {

@@ -1,6 +1,7 @@
 //! What only a server can get wrong: its haggling, one request in the way of another, its end and its clients' ends.
 
 use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -119,6 +120,25 @@ fn clients_that_die_in_flight_leave_a_server_that_serves_others() {
     assert_eq!((back.error, back.data), (0, vec![0; 4096]), "half a write was made");
     drop(client);
     eventually("the end of all connections", || front.server.connections() == 0);
+}
+
+/// The kernel says when it will ask, in `/proc/net/tcp`: the hundredths of a second until its timer 02 goes off.
+#[test]
+fn a_tcp_client_that_says_nothing_is_asked_whether_it_is_there() {
+    let server = NbdServer::start(&Listen::Loopback(0), vec![export("disk", disk().device, false)]).unwrap();
+    let address = server.tcp_address().unwrap();
+    let mut client = TcpStream::connect(address).unwrap();
+    client.read_exact(&mut [0; 18]).unwrap();
+    assert_eq!(server.tcp_peers(), [client.local_addr().unwrap()]);
+    let (ours, theirs) = (format!(":{:04X}", address.port()), format!(":{:04X}", client.local_addr().unwrap().port()));
+    let sockets = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    // sl local remote state queues timer:when ...
+    let fields = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    let ends = |line: &Vec<String>| line[1].ends_with(&ours) && line[2].ends_with(&theirs);
+    let connection = sockets.lines().map(fields).find(ends).unwrap_or_else(|| panic!("not in {sockets}"));
+    let (timer, when) = connection[5].split_once(':').unwrap();
+    let seconds = u64::from_str_radix(when, 16).unwrap() / 100;
+    assert!(timer == "02" && (60..=120).contains(&seconds), "timer {timer}, {seconds} s");
 }
 
 #[test]

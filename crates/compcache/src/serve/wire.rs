@@ -110,7 +110,14 @@ impl Wire {
                     thread::sleep(Duration::from_millis(5));
                 }
                 let clients = server.connections();
-                (clients > 0).then(|| anyhow!("it is in use: NBD clients are connected ({clients}); disconnect them"))
+                let peers = server.tcp_peers().iter().map(|peer| format!(" {peer}")).collect::<String>();
+                (clients > 0).then(|| {
+                    anyhow!(
+                        "it is in use: NBD clients are connected ({clients}){}{peers}; disconnect them (swapoff first, where \
+                         one swaps to it)",
+                        if peers.is_empty() { "" } else { " from" }
+                    )
+                })
             }
             Wire::Loop(served) => served.holder().map(|by| in_use(served.path(), &by)),
             Wire::Ublk(served) => served.holder().map(|by| in_use(served.path(), &by)),

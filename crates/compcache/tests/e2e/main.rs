@@ -5,7 +5,7 @@
 //! | `traps.rs`         | what is known to go wrong in a pager does not (`tests/programs/*.c`, each checks itself) |
 //! | `memory_tester.rs` | memory is an array of bytes, through random operations, forks and threads                |
 //! | `swap_here.rs`     | a disk is swap, from a server that is safe to swap to                                    |
-//! | `swap.rs`          | whole machines of 512 MiB swap to it and live, emulated                                  |
+//! | `swap.rs`          | whole machines of 512 MiB swap to it and live, emulated; over the network, too           |
 //! | `old_kernel.rs`    | it holds on a kernel without UFFDIO_MOVE, in an emulated machine                         |
 //! | `real_programs.rs` | programs of many runtimes print the same with a quarter of their memory                  |
 //! | `accounting.rs`    | the limits hold, for one process and for a tree, and what is dead gives its share back    |

@@ -1,28 +1,14 @@
-//! Whole machines that swap to a disk of ours, on a distribution's kernel in an emulated machine of 512 MiB ([S54] and on).
-//!
-//! The machine is watched: a shell that does next to nothing looks at the clock each second, and the longest it had to wait
-//! is printed; a task that the kernel finds hung ends the machine, and the test with it.
+//! Whole machines that swap to a disk of ours, on a distribution's kernel in an emulated machine of 512 MiB ([S54] and on): a disk
+//! of their own here, over the network in [`remote`].
 
-use std::fs;
-use std::time::Duration;
+mod machine;
+mod remote;
 
-use compcache_testkit::corpus::{self, Kind};
-use compcache_testkit::features::{Feature, find_program, requires};
-use compcache_testkit::seed::Seed;
-use compcache_testkit::vm::{Kernel, Vm};
+use compcache_testkit::features::requires;
+use compcache_testkit::vm::Vm;
 
-use crate::support::{beside_others, memory_tester, release_binary};
-
-const NEEDED: [Feature; 5] = [
-    Feature::StockKernel,
-    Feature::Program("qemu-system-x86_64"),
-    Feature::Program("busybox"),
-    Feature::Program("mkswap"),
-    Feature::Program("swapon"),
-];
-
-/// Real memory of a program, in pages; the machine reads it again and again.
-const CONTENT_PAGES: usize = 1024;
+use crate::support::release_binary;
+use machine::{NEEDED, assert_ended, at_length};
 
 /// How the machine gets to its disk, and what that takes: the script leaves its name in `$disk` and the device in `$device`.
 #[derive(Clone, Copy)]
@@ -49,111 +35,26 @@ const UBLK: Wire = Wire {
 /// What `compcache` ends with when it fails.
 const FAILED: i32 = 125;
 
-/// Nobody who only wants to look at the clock may wait for so long.
-const GAP_S_MAX: f64 = 60.0;
-
-/// The shells that watch must outlive the server, the first process above all: no page of theirs may be with it. `work` runs
-/// a command where memory is swapped out.
-const KEEP: &str = r#"
-mount -t cgroup2 cgroup /sys/fs/cgroup
-echo +memory >/sys/fs/cgroup/cgroup.subtree_control
-mkdir /sys/fs/cgroup/keep
-echo 0 >/sys/fs/cgroup/keep/memory.swap.max
-echo $$ >/sys/fs/cgroup/keep/cgroup.procs
-"#;
-
-/// What every machine does first. `beat` prints how long the shell had to wait at most.
-const BEGIN: &str = r#"
-echo 60 >/proc/sys/kernel/hung_task_timeout_secs
-echo 1 >/proc/sys/kernel/hung_task_panic
-echo 0 >/proc/sys/vm/page-cluster
-mkdir -p /run
-beats() {
-    read last rest </proc/uptime
-    while sleep 1; do
-        read now rest </proc/uptime
-        a=${now%.*}; b=${last%.*}
-        [ $((a - b)) -gt ${longest:-0} ] && longest=$((a - b)) && echo $longest >/run/longest
-        last=$now
-    done
-}
-beats & beats=$!
-# Waits until so many KiB are.
-swapped_out() {
-    while :; do
-        while read of kind size used rest; do
-            [ "$of" = "$device" ] && [ $used -ge $1 ] && return
-        done </proc/swaps
-        sleep 1
-    done
-}
-work() { echo 0 >/sys/fs/cgroup/cgroup.procs; exec "$@"; }
-status() { echo "status of $1: $2"; }
+/// What every machine of these does first.
+const SERVE: &str = r#"
 /compcache serve --memory 50% 2>/run/served & server=$!
 while ! /compcache list >/dev/null 2>&1; do sleep 0.1; done
 "#;
 
-const END: &str = r#"
-cat /run/served; /compcache list; cat /proc/swaps
-echo "longest wait: $(cat /run/longest 2>/dev/null)"
-dmesg | grep -i "out of memory\|oom-kill\|hung\|I/O error" | tail -20
-"#;
-
 fn machine(processors: u32) -> Vm {
-    let mut vm = Kernel::stock().map_err(std::io::Error::other).and_then(|kernel| Vm::new(&kernel)).expect("a machine");
-    vm.size(processors, 512);
-    vm.before(KEEP);
+    let mut vm = machine::machine(processors);
     for module in ["loop", "fuse", "ublk_drv"] {
         // What is not a module is in the kernel itself.
         let _ = vm.module(module, "");
     }
-    for program in ["mkswap", "swapon", "swapoff"] {
-        vm.program(&find_program(program).expect("asked for above"), &format!("/bin/{program}")).expect("a program");
-    }
-    let programs = [
-        (release_binary("compcache", "compcache"), "/compcache"),
-        (release_binary("compcache-bench", "scan"), "/scan"),
-        (memory_tester().to_owned(), "/memory-tester"),
-    ];
-    for (host, guest) in &programs {
-        vm.program(host, guest).expect("a program that can be read");
-    }
-    let pages = corpus::load(Kind::PythonHeap, CONTENT_PAGES).expect("memory of a program");
-    let content = crate::support::scratch().keep().join("content");
-    fs::write(&content, pages.as_flattened()).expect("a file");
-    vm.file(&content, "/content").expect("a file");
-    let mut noise = vec![0; pages.as_flattened().len()];
-    Seed::for_test("noise").rng().fill(&mut noise);
-    fs::write(&content, noise).expect("a file");
-    vm.file(&content, "/noise").expect("a file");
-    fs::remove_dir_all(content.parent().expect("its directory")).expect("ours");
+    vm.program(&release_binary("compcache", "compcache"), "/compcache").expect("a program that can be read");
     vm
 }
 
-/// Runs the script between the usual beginning and end; what was printed.
-fn run(processors: u32, script: &str, patience_s: u64) -> String {
-    let _others = beside_others();
-    let script = format!("{BEGIN}{script}{END}");
-    let printed = machine(processors).run(&script, Duration::from_secs(patience_s));
-    let printed = printed.unwrap_or_else(|error| panic!("{error}"));
-    eprintln!("{printed}");
-    let longest = printed.lines().find_map(|line| line.trim().strip_prefix("longest wait: ")).unwrap_or_default();
-    assert!(longest.parse().is_ok_and(|longest: f64| longest < GAP_S_MAX), "the machine hung:\n{printed}");
-    printed
-}
-
-/// Each of these was said, and ended so.
-#[track_caller]
-fn assert_ended(printed: &str, expected: &[(&str, i32)]) {
-    for (name, status) in expected {
-        let line = format!("status of {name}: {status}");
-        assert!(printed.lines().any(|printed| printed.trim() == line), "not `{line}`:\n{printed}");
-    }
-}
-
-/// More work, where there is time for it (`COMPCACHE_LONG`).
-fn at_length(long: u32, short: u32) -> u32 {
-    if std::env::var_os("COMPCACHE_LONG").is_some() { long } else { short }
+/// Runs the script where a server serves; what was printed.
+fn run(processors: u32, script: &str) -> String {
+    let script = format!("{SERVE}{script}cat /run/served; /compcache list\n");
+    machine::run(machine(processors), &script)
 }
 
 /// The scan of the papers from a fresh boot, with their content and with real memory; then everything that must be refused
@@ -182,7 +83,7 @@ kill $holder; wait $holder
         on = wire.on,
         off = wire.off,
     );
-    let printed = run(1, &script, 1800);
+    let printed = run(1, &script);
     assert_ended(&printed, &[("on", 0), ("real", 0), ("off", 0), ("served", 0)]);
     assert_ended(&printed, &[("rm", FAILED), ("reset", FAILED), ("shrink", FAILED)]);
     assert!(published.is_empty() || printed.contains("status of published: 0"), "{printed}");
@@ -230,7 +131,7 @@ ls /run/compcache-block; cat /proc/swaps
         on = wire.on,
         off = wire.off,
     );
-    let printed = run(2, &script, 1800);
+    let printed = run(2, &script);
     let works = ["on", "tester", "real", "published", "random", "again", "off", "end"];
     assert_ended(&printed, &works.map(|name| (name, 0)));
     assert!(!wire.stays || printed.contains("status of gone: 0"), "{printed}");
@@ -260,7 +161,7 @@ kill -0 $server; status server $?
         on = wire.on,
         off = wire.off,
     );
-    let printed = run(processors, &script, 900);
+    let printed = run(processors, &script);
     // SIGKILL, by the kernel.
     assert_ended(&printed, &[("on", 0), ("hog", 137), ("tester", 0), ("server", 0), ("after", 0), ("off", 0)]);
     let killed: Vec<_> = printed.lines().filter(|line| line.contains("Killed process")).collect();
