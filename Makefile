@@ -42,6 +42,7 @@ bench: bench-build
 	$(RELEASE)/compcache-bench swap-latency
 	$(RELEASE)/compcache-bench writeback
 	$(RELEASE)/compcache-bench scan --content python --order sequential,random --sides zram:lz4,swap:lz4
+	$(RELEASE)/compcache-bench --runs 3 emulated
 
 check:
 	$(CARGO) fmt --all --check

@@ -6,6 +6,7 @@
 //! | `zswap:lzo`     | zswap with that compressor, in front of a swap file                                    |
 //! | `disk`          | a swap file alone: a loop device with direct I/O, throttled when asked                 |
 //! | `swap:lz4`      | not the kernel's: swap on a disk of ours (`compcache serve`) over FUSE and a loop device |
+//! | `swap-ublk:lz4` | the same over ublk                                                                     |
 //! | `none`          | the limit alone; the kernel ends what does not fit                                     |
 //!
 //! A run enters a control group that limits its memory; the swap is the machine's, at priority 100, so no other swap of
@@ -26,7 +27,7 @@ use std::str::FromStr;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use crate::device::{Device, Kind, Server};
+use crate::device::{Device, Kind, Over, Server};
 use crate::session::{Session, Undo};
 use cgroup::Cgroup;
 use loop_device::Throttle;
@@ -44,7 +45,7 @@ pub enum SwapPath {
     /// A swap file.
     Disk,
     /// Swap on a disk of ours, with this codec.
-    Ours(String),
+    Ours(String, Over),
     /// No swap.
     None,
 }
@@ -57,9 +58,10 @@ impl FromStr for SwapPath {
             ("zram", codec) if !codec.is_empty() => Ok(SwapPath::Zram(codec.to_owned())),
             ("zswap", codec) if !codec.is_empty() => Ok(SwapPath::Zswap(codec.to_owned())),
             ("disk", "") => Ok(SwapPath::Disk),
-            ("swap", codec) if !codec.is_empty() => Ok(SwapPath::Ours(codec.to_owned())),
+            ("swap", codec) if !codec.is_empty() => Ok(SwapPath::Ours(codec.to_owned(), Over::Loop)),
+            ("swap-ublk", codec) if !codec.is_empty() => Ok(SwapPath::Ours(codec.to_owned(), Over::Ublk)),
             ("none", "") => Ok(SwapPath::None),
-            _ => Err(format!("{word:?} is none of zram:CODEC, zswap:CODEC, swap:CODEC, disk, none")),
+            _ => Err(format!("{word:?} is none of zram:CODEC, zswap:CODEC, swap[-ublk]:CODEC, disk, none")),
         }
     }
 }
@@ -70,7 +72,7 @@ impl fmt::Display for SwapPath {
             SwapPath::Zram(codec) => f.pad(&format!("zram:{codec}")),
             SwapPath::Zswap(codec) => f.pad(&format!("zswap:{codec}")),
             SwapPath::Disk => f.pad("disk"),
-            SwapPath::Ours(codec) => f.pad(&format!("swap:{codec}")),
+            SwapPath::Ours(codec, over) => f.pad(&format!("swap{}:{codec}", over.suffix())),
             SwapPath::None => f.pad("none"),
         }
     }
@@ -129,8 +131,8 @@ impl<'s> Baseline<'s> {
             SwapPath::None => Store::Nothing,
             SwapPath::Zram(codec) => Store::Zram(set_up_zram(session, codec)?),
             SwapPath::Disk => Store::Disk(made.set_up_disk(throttle)?),
-            SwapPath::Ours(codec) => {
-                let kind = Kind::Ours { codec: codec.clone(), binary: None };
+            SwapPath::Ours(codec, over) => {
+                let kind = Kind::Ours { codec: codec.clone(), over: *over, binary: None };
                 let device = Device::set_up(session, &kind, SWAP_BYTES, compcache)?;
                 swap::on(session, device.path(), SWAP_BYTES)?;
                 Store::Ours(Box::new(device))

@@ -15,7 +15,9 @@ use crate::run::{self, Job, Output};
 use crate::session::{self, Session};
 use crate::side::Bench;
 use crate::table::mib;
-use crate::{dd, disk, disk_memory, hotcold, latency, programs, record, scan, store, swap_latency, writeback};
+use crate::{
+    dd, disk, disk_memory, emulated, hotcold, latency, programs, record, scan, store, swap_latency, writeback,
+};
 
 /// Compares compcache with the kernel's own compressed memory, side by side in one run.
 #[derive(Parser)]
@@ -62,6 +64,8 @@ enum Command {
     DiskMemory(disk_memory::Options),
     /// Pages leaving memory for a file, and read back from there, beside fio on the same file.
     Writeback(writeback::Options),
+    /// dd on a disk of ours over ublk, and swap there, beside the kernel's own, in emulated machines.
+    Emulated(emulated::Options),
     /// Run a command under a memory limit with one of the kernel's paths.
     Baseline(BaselineOptions),
     /// Make the page images that are missing, and say what each holds.
@@ -122,6 +126,7 @@ pub fn run() -> Result<u8> {
         Command::SwapLatency(options) => swap_latency::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::DiskMemory(options) => disk_memory::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Writeback(options) => writeback::run(options, cli.quick, rounds, record)?,
+        Command::Emulated(options) => emulated::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Baseline(options) => return baseline(options, &compcache_path(cli.compcache.clone())?),
         Command::Corpus => list_corpus(),
         Command::Undo => println!("{} steps undone", session::undo()?),
@@ -182,6 +187,12 @@ fn compcache_path(given: Option<PathBuf>) -> Result<PathBuf> {
         Some(path) => bail!("{} is not there", path.display()),
         None => Ok(std::env::current_exe()?.with_file_name("compcache")),
     }
+}
+
+/// Whether these words are a command line of this program.
+#[cfg(test)]
+pub fn parses<'w>(words: impl Iterator<Item = &'w str>) -> bool {
+    Cli::try_parse_from(words).is_ok()
 }
 
 /// `64M` and the like; the letters are powers of 1024.

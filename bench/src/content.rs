@@ -30,9 +30,10 @@ impl Content {
     /// # Errors
     /// No kind can be had, or the file cannot be written.
     pub fn write(path: &Path, bytes: u64, record: &mut Record) -> Result<Content> {
+        let pages_wanted = (bytes / compcache_testkit::PAGE_BYTES as u64) as usize;
         let mut images = Vec::new();
         for kind in Kind::HEAPS.into_iter().chain([Kind::Text, Kind::Elf]) {
-            match corpus::load(kind, corpus::IMAGE_PAGES) {
+            match corpus::load(kind, corpus::IMAGE_PAGES.min(pages_wanted)) {
                 Ok(pages) => images.push((kind.name(), pages)),
                 Err(error) => println!("{kind}: not in it: {error}"),
             }
@@ -40,7 +41,6 @@ impl Content {
         if images.is_empty() {
             bail!("this machine can make no content");
         }
-        let pages_wanted = (bytes / compcache_testkit::PAGE_BYTES as u64) as usize;
         let mut file = BufWriter::new(File::create(path)?);
         let (mut written, mut same) = (0, 0.0);
         while written < pages_wanted {

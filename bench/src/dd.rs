@@ -33,7 +33,7 @@ use crate::table::{Table, cell};
 /// What `dd` can be asked on the command line.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// ram, zram:CODEC, nbdkit:CODEC, ours, ours:CODEC, ours:CODEC@BINARY.
+    /// ram, brd, zram:CODEC, nbdkit:CODEC, ours, ours:CODEC, ours:CODEC@BINARY, ours-ublk:CODEC.
     #[arg(long, value_delimiter = ',', default_value = "ram,zram:lz4,nbdkit:zstd,ours")]
     sides: Vec<String>,
     /// read, write.
@@ -42,6 +42,12 @@ pub struct Options {
     /// Bytes in a block [default: the fifteen of document 004; four with --quick].
     #[arg(long, value_delimiter = ',')]
     blocks: Vec<u64>,
+    /// MiB in the file [default: 256; 16 with --quick].
+    #[arg(long)]
+    megabytes: Option<u64>,
+    /// Blocks that are written at most [default: 2000; 50 with --quick].
+    #[arg(long)]
+    writes: Option<u64>,
 }
 
 /// Bytes in a block, and the MB/s of document 004: RAM disk and zram reading, RAM disk and zram writing.
@@ -110,10 +116,12 @@ struct Run {
 /// # Errors
 /// dd failed, wrong bytes were read, or nothing could be measured.
 pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
-    let size = match quick {
+    let mut size = match quick {
         true => Size { file_bytes: 16 << 20, blocks_max: [20_000, 50] },
         false => Size { file_bytes: 256 << 20, blocks_max: [2_000_000, 2000] },
     };
+    size.file_bytes = options.megabytes.map_or(size.file_bytes, |megabytes| megabytes << 20);
+    size.blocks_max[1] = options.writes.unwrap_or(size.blocks_max[1]);
     let blocks: Vec<u64> = match (options.blocks.is_empty(), quick) {
         (false, _) => options.blocks.clone(),
         (true, true) => QUICK_BLOCKS.to_vec(),
@@ -262,7 +270,7 @@ impl Sides<'_> {
     }
 
     fn print(&self, what: What) -> Value {
-        let (ram, zram) = (self.find(|kind| *kind == Kind::Ram), self.find(|kind| matches!(kind, Kind::Zram(_))));
+        let (ram, zram) = (self.find(is_ram), self.find(|kind| matches!(kind, Kind::Zram(_))));
         let mut headings = vec!["block".to_owned()];
         headings.extend(self.kinds.iter().map(|kind| format!("{kind} MB/s")));
         let compared: Vec<usize> =
@@ -313,7 +321,7 @@ impl Sides<'_> {
             all.min_by(|one, other| (one.0.median / one.1).total_cmp(&(other.0.median / other.1)))
         };
         let zram = worst(self.find(|kind| matches!(kind, Kind::Zram(_))), &|bytes| Some(what.wanted(bytes).0));
-        let ram = worst(self.find(|kind| *kind == Kind::Ram), &|bytes| what.wanted(bytes).1);
+        let ram = worst(self.find(is_ram), &|bytes| what.wanted(bytes).1);
         let target = |found: Option<(Spread, f64, u64)>, of: &str| {
             let (measured, bound, bytes) = found?;
             let bound = (bound * 100.0).round() / 100.0;
@@ -322,6 +330,10 @@ impl Sides<'_> {
         };
         [target(zram, "zram"), target(ram, "the RAM disk, as zram in document 004")].into_iter().flatten().collect()
     }
+}
+
+fn is_ram(kind: &Kind) -> bool {
+    matches!(kind, Kind::Ram | Kind::Brd)
 }
 
 fn shown(bytes: u64) -> String {

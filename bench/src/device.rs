@@ -3,19 +3,22 @@
 //! | written          | what it is                                                                                     |
 //! |------------------|------------------------------------------------------------------------------------------------|
 //! | `ram`            | nothing compressed: a file on a tmpfs, under a loop device                                     |
+//! | `brd`            | the same by the kernel's brd: `/dev/ram0`                                                      |
 //! | `zram:CODEC`     | the kernel's zram                                                                              |
 //! | `nbdkit:CODEC`   | nbdkit's memory plugin with that allocator, its NBD export made a file by nbdfuse, under a loop device |
 //! | `ours[:CODEC]`   | `compcache serve` with a disk over FUSE and a loop device                                      |
-//! | `ours:CODEC@PATH`| the same, of another binary: one version beside another                                        |
+//! | `ours-ublk[:CODEC]` | the same disk over ublk                                                                     |
+//! | `ours:CODEC@PATH`| `ours`, of another binary: one version beside another                                          |
 //! | `disk`           | not RAM: a file on the machine's disk, under a loop device                                     |
 //!
 //! Copies between the caller's pages and where the bytes are kept, compression apart, with direct I/O: none for zram; one
-//! for `ram`, `ours` and `disk`; three for `nbdkit` (FUSE, and in and out of a socket). Loop devices all have direct I/O.
+//! for `ram`, `brd`, `ours` and `disk`; three for `nbdkit` (FUSE, and in and out of a socket). Loop devices all have direct I/O.
 //!
 //! What is set up is noted in the [`Session`] and undone when the [`Device`] is dropped. [`Device::metered`] says what a
 //! piece of work cost: by the clock, and in CPU time of those who asked, of the process that serves, and of the whole
 //! machine, in which the kernel's own threads are, and whatever else runs.
 
+pub mod brd;
 pub mod mount;
 pub mod process;
 mod server;
@@ -41,6 +44,8 @@ pub use server::Server;
 pub enum Kind {
     /// A RAM disk.
     Ram,
+    /// The kernel's own RAM disk.
+    Brd,
     /// The kernel's, with this compressor.
     Zram(String),
     /// nbdkit's, with this allocator.
@@ -49,6 +54,8 @@ pub enum Kind {
     Ours {
         /// Its codec.
         codec: String,
+        /// How the kernel gets to it.
+        over: Over,
         /// Not the binary under test but this one.
         binary: Option<PathBuf>,
     },
@@ -66,14 +73,19 @@ impl FromStr for Kind {
         };
         let kind = match word.split_once(':').unwrap_or((word, "")) {
             ("ram", "") => Kind::Ram,
+            ("brd", "") => Kind::Brd,
             ("disk", "") => Kind::Disk,
             ("zram", codec) if !codec.is_empty() => Kind::Zram(codec.to_owned()),
             ("nbdkit", codec) if !codec.is_empty() => Kind::Nbdkit(codec.to_owned()),
-            ("ours", codec) => {
+            (ours @ ("ours" | "ours-ublk"), codec) => {
                 let codec = if codec.is_empty() { "lz4" } else { codec }.to_owned();
-                return Ok(Kind::Ours { codec, binary });
+                let over = if ours == "ours" { Over::Loop } else { Over::Ublk };
+                return Ok(Kind::Ours { codec, over, binary });
             }
-            _ => return Err(format!("{word:?} is none of ram, zram:CODEC, nbdkit:CODEC, ours[:CODEC], disk")),
+            _ => {
+                let all = "ram, brd, zram:CODEC, nbdkit:CODEC, ours[:CODEC], ours-ublk[:CODEC], disk";
+                return Err(format!("{word:?} is none of {all}"));
+            }
         };
         if binary.is_some() { Err(format!("{word} has no binary of ours")) } else { Ok(kind) }
     }
@@ -83,11 +95,41 @@ impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Kind::Ram => f.pad("ram"),
+            Kind::Brd => f.pad("brd"),
             Kind::Zram(codec) => f.pad(&format!("zram:{codec}")),
             Kind::Nbdkit(codec) => f.pad(&format!("nbdkit:{codec}")),
-            Kind::Ours { codec, binary: None } => f.pad(&format!("ours:{codec}")),
-            Kind::Ours { codec, binary: Some(path) } => f.pad(&format!("ours:{codec}@{}", path.display())),
+            Kind::Ours { codec, over, binary: None } => f.pad(&format!("ours{}:{codec}", over.suffix())),
+            Kind::Ours { codec, over, binary: Some(path) } => {
+                f.pad(&format!("ours{}:{codec}@{}", over.suffix(), path.display()))
+            }
             Kind::Disk => f.pad("disk"),
+        }
+    }
+}
+
+/// A transport of ours that makes a block device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Over {
+    /// FUSE and a loop device.
+    Loop,
+    /// ublk.
+    Ublk,
+}
+
+impl Over {
+    /// What is added to the word for a side.
+    pub fn suffix(self) -> &'static str {
+        match self {
+            Over::Loop => "",
+            Over::Ublk => "-ublk",
+        }
+    }
+
+    /// As the server calls it.
+    pub fn transport(self) -> &'static str {
+        match self {
+            Over::Loop => "loop",
+            Over::Ublk => "ublk",
         }
     }
 }
@@ -145,6 +187,7 @@ impl<'s> Device<'s> {
                 mount::on(session, Path::new("none"), &point, "tmpfs", &format!("size={}", bytes + (1 << 20)))?;
                 device.path = device.over_new_file(&point.join("disk"), bytes)?;
             }
+            Kind::Brd => device.path = brd::take(session, bytes)?,
             Kind::Disk => device.path = device.over_new_file(&device.directory.join("disk"), bytes)?,
             Kind::Zram(codec) => {
                 let number = zram::take(session, codec, bytes)?;
@@ -152,9 +195,9 @@ impl<'s> Device<'s> {
                 device.path = PathBuf::from(format!("/dev/zram{number}"));
             }
             Kind::Nbdkit(allocator) => device.set_up_nbdkit(allocator, bytes)?,
-            Kind::Ours { codec, binary } => {
+            Kind::Ours { codec, over, binary } => {
                 let compcache = binary.as_deref().unwrap_or(compcache);
-                let (server, path) = Server::start(session, &device.directory, compcache, codec, bytes)?;
+                let (server, path) = Server::start(session, &device.directory, compcache, (codec, *over), bytes)?;
                 device.keeper = Keeper::Server(Box::new(server));
                 device.path = path;
             }
@@ -311,7 +354,7 @@ fn children_cpu_s() -> f64 {
 }
 
 /// CPU seconds of the machine since it started: all that is not idle, waiting, or taken by the host.
-fn machine_cpu_s() -> f64 {
+pub fn machine_cpu_s() -> f64 {
     let text = fs::read_to_string("/proc/stat").unwrap_or_default();
     // cpu  user nice system idle iowait irq softirq steal ...
     let fields = text.lines().next().unwrap_or_default().split_whitespace().skip(1);
@@ -325,7 +368,8 @@ mod tests {
 
     #[test]
     fn kinds_are_read_as_they_are_written() {
-        for word in ["ram", "disk", "zram:lz4", "nbdkit:zstd", "ours:lz4", "ours:zstd:3", "ours:lz4@/a/b"] {
+        let words = ["ram", "brd", "disk", "zram:lz4", "nbdkit:zstd", "ours:lz4", "ours:zstd:3", "ours:lz4@/a/b"];
+        for word in words.into_iter().chain(["ours-ublk:lz4", "ours-ublk:zstd@/a/b"]) {
             assert_eq!(word.parse::<Kind>().unwrap().to_string(), word);
         }
         assert_eq!("ours".parse::<Kind>().unwrap().to_string(), "ours:lz4");

@@ -27,6 +27,11 @@ pub fn later_cpu_us(run: &SideRun) -> Option<f64> {
     later(run, |lap| Some((lap["user_s"].as_f64()? + lap["sys_s"].as_f64()?) * 1e6 / lap["touches"].as_f64()?))
 }
 
+/// Seconds of CPU of the whole machine for the whole run: kernel threads and servers of disks are in it, and whatever else ran.
+pub fn machine_cpu_s(run: &SideRun) -> Option<f64> {
+    Some(run.outcome.machine_cpu_s)
+}
+
 /// The most memory that was seen, everything counted.
 pub fn total_bytes(run: &SideRun) -> Option<f64> {
     Some(run.outcome.peak.total_bytes as f64)
@@ -48,6 +53,8 @@ pub fn print(answers: &Answers) -> Value {
         "CPU us",
         "x wall",
         "x CPU",
+        "machine CPU s",
+        "x machine",
         "resident MiB",
         "held MiB",
         "total MiB",
@@ -57,6 +64,7 @@ pub fn print(answers: &Answers) -> Value {
         let later_spread = answers.spread(nth, later_us);
         let wall = answers.ratio(nth, 0, later_us);
         let cpu = answers.ratio(nth, 0, later_cpu_us);
+        let machine_cpu = answers.ratio(nth, 0, machine_cpu_s);
         let median = |number: fn(&SideRun) -> Option<f64>| answers.spread(nth, number).map(|spread| spread.median);
         let short = |value: Option<f64>| cell(value.map(|value| format!("{value:.1}")));
         let bytes = |value: Option<f64>| cell(value.map(|value| mib(value as u64)));
@@ -69,12 +77,15 @@ pub fn print(answers: &Answers) -> Value {
             short(median(later_cpu_us)),
             cell(wall),
             cell(cpu.map(|spread| format!("{:.2}", spread.median))),
+            short(median(machine_cpu_s)),
+            cell(machine_cpu.map(|spread| format!("{:.2}", spread.median))),
             bytes(median(|run| Some(run.resident_bytes() as f64))),
             bytes(median(|run| Some(run.held_bytes() as f64))),
             bytes(median(total_bytes)),
         ]);
         lines.push(json!({
             "side": side.to_string(), "later_us": later_spread, "times_first_side_wall": wall, "times_first_side_cpu": cpu,
+            "times_first_side_machine_cpu": machine_cpu,
         }));
     }
     print!("{table}");

@@ -12,6 +12,7 @@ mod dd;
 mod device;
 mod disk;
 mod disk_memory;
+mod emulated;
 mod hotcold;
 mod laps;
 mod latency;

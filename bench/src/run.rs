@@ -21,6 +21,7 @@ use anyhow::{Context, Result};
 use serde::Serialize;
 
 use crate::baseline::{Baseline, Held};
+use crate::device::machine_cpu_s;
 
 /// Often enough to see a peak of some hundred milliseconds, seldom enough to cost nothing that shows.
 const SAMPLE_EVERY: Duration = Duration::from_millis(20);
@@ -89,6 +90,8 @@ pub struct Outcome {
     pub user_s: f64,
     /// Seconds of CPU in the kernel.
     pub sys_s: f64,
+    /// Seconds of CPU of the whole machine meanwhile, whoever took them.
+    pub machine_cpu_s: f64,
     /// The most memory that was seen.
     pub peak: Peak,
     /// Exit status, as the shell counts: 128 + N for signal N.
@@ -119,6 +122,7 @@ impl Outcome {
 /// It could not be started. That it failed is not an error here: see [`Outcome::exit`].
 pub fn run(job: &Job, place: &Baseline<'_>) -> Result<Outcome> {
     let mut command = prepare(job, place)?;
+    let cpu_s_before = machine_cpu_s();
     let started = Instant::now();
     let mut child = command.spawn().with_context(|| format!("cannot start {:?}", job.words[0]))?;
     let pid = child.id();
@@ -130,6 +134,7 @@ pub fn run(job: &Job, place: &Baseline<'_>) -> Result<Outcome> {
         let stderr = scope.spawn(|| stderr.map(|pipe| collect(pipe, &Output::Keep)).unwrap_or(Ok((Vec::new(), None))));
         let (status, usage) = wait(pid)?;
         let wall_s = started.elapsed().as_secs_f64();
+        let machine_cpu_s = machine_cpu_s() - cpu_s_before;
         ended.store(true, Ordering::Release);
         let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
         let (kept, same_output) = stdout.join().expect("the reader does not panic")?;
@@ -140,6 +145,7 @@ pub fn run(job: &Job, place: &Baseline<'_>) -> Result<Outcome> {
             wall_s,
             user_s: seconds(usage.ru_utime),
             sys_s: seconds(usage.ru_stime),
+            machine_cpu_s,
             peak,
             kills: place.cgroup().map_or(0, |group| group.kills()),
             exit: status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0)),

@@ -152,7 +152,8 @@ fn standard(quick: bool) -> Vec<Question> {
 }
 
 fn targets_of(question: &Question, answers: &Answers) -> Vec<Target> {
-    if question.content != "python" || question.touch != "write" {
+    let ours = question.sides.iter().any(|side| matches!(side, Side::Ours(_)));
+    if !ours || question.content != "python" || question.touch != "write" {
         return Vec::new();
     }
     let bound = match (question.order.as_str(), question.one_cpu) {

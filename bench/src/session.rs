@@ -27,7 +27,7 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::baseline::{cgroup, loop_device, swap, zram};
-use crate::device::{mount, process};
+use crate::device::{brd, mount, process};
 use crate::trace;
 
 /// Everything that the bench makes and that outlives a process carries this in its name.
@@ -49,6 +49,8 @@ pub enum Undo {
     },
     /// Detach this loop device.
     Loop(PathBuf),
+    /// Give back the memory of this RAM disk.
+    RamDisk(PathBuf),
     /// Unmount what is mounted here.
     Mount(PathBuf),
     /// Remove this instance of the kernel's tracing.
@@ -70,6 +72,7 @@ impl Undo {
             Undo::Swap(device) => swap::off(device),
             Undo::Zram { number, added } => zram::release(*number, *added),
             Undo::Loop(device) => loop_device::detach(device),
+            Undo::RamDisk(path) => brd::empty(path),
             Undo::Mount(path) => mount::off(path),
             Undo::Trace(path) if !path.exists() => Ok(()),
             Undo::Trace(path) => Ok(fs::remove_dir(path)?),

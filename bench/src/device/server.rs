@@ -8,6 +8,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
+use super::Over;
 use super::process::Process;
 use crate::baseline::Held;
 use crate::session::Session;
@@ -22,7 +23,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts the server and has it make a disk over a loop device. Returns the device, too.
+    /// Starts the server and has it make a disk. Returns the device, too.
     ///
     /// # Errors
     /// The binary is not there or does not serve, or this machine cannot have such a disk.
@@ -30,7 +31,7 @@ impl Server {
         session: &Session,
         directory: &Path,
         compcache: &Path,
-        codec: &str,
+        (codec, over): (&str, Over),
         bytes: u64,
     ) -> Result<(Server, PathBuf)> {
         let socket = directory.join("control.sock");
@@ -41,7 +42,7 @@ impl Server {
         let socket = server.socket.clone();
         server.process.wait_until(|| UnixStream::connect(&socket).is_ok())?;
         let disk = server.ask(json!({
-            "do": "create", "name": DISK, "size_bytes": bytes, "codec": codec, "limit_bytes": null, "at": "loop",
+            "do": "create", "name": DISK, "size_bytes": bytes, "codec": codec, "limit_bytes": null, "at": over.transport(),
         }))?;
         let device = disk["disk"]["at"].as_str().context("the server says no device")?.into();
         Ok((server, device))
