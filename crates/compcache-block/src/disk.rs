@@ -11,6 +11,10 @@
 //! A write that meets the limit is refused (ENOSPC) with the blocks before the refused one written. Blocks that have been
 //! accepted are never given up for others.
 //!
+//! If the pool has a backing, blocks that are there are fetched, and a write that meets the limit has others leave first, by
+//! whoever may wait; it is refused only if the backing takes no more. A part of a block that is on the backing is
+//! changed with its stripe held while it is fetched: who writes beside it then waits, too.
+//!
 //! # What keeps concurrent requests apart
 //! Whole pages are atomic in the pool. A write of a part reads and writes a page, which takes excluding those who change
 //! the same page: see [`stripes`]. Changes of the size exclude each other, and a shrinking disk waits, stripe by stripe, for
@@ -31,7 +35,8 @@ use crate::device::{BLOCK_BYTES, BlockDevice, Lane, Request, check_range, check_
 use crate::error::DeviceError;
 use stripes::Stripes;
 
-/// A [`Pool`] as a block device. Keeps everything in RAM, compressed; nothing lasts longer than the process.
+/// A [`Pool`] as a block device. Keeps everything in RAM, compressed, or on the pool's backing; nothing lasts longer than the
+/// process.
 pub struct Disk {
     pool: Arc<Pool>,
     /// Read with each request; changed in one's turn only.
@@ -122,7 +127,7 @@ impl BlockDevice for Disk {
         self.size_bytes.load(SeqCst)
     }
 
-    /// What is written is in RAM, where it stays.
+    /// What is written is in RAM, or as good as there: a backing lasts no longer.
     fn needs_flush(&self) -> bool {
         false
     }

@@ -43,8 +43,9 @@ pub enum DeviceError {
         /// Where the block begins.
         offset_bytes: u64,
     },
-    /// The block lies on a backing device that cannot be reached. Other blocks are not affected.
-    #[error("the block at {offset_bytes} lies on a backing device that is not there")]
+    /// The block lies on the backing, which cannot be read there. Other blocks are not affected; writing all of the block, or
+    /// discarding it, ends the state.
+    #[error("the block at {offset_bytes} lies on a backing that cannot be read")]
     Unreachable {
         /// Where the block begins.
         offset_bytes: u64,
@@ -91,6 +92,9 @@ impl From<StoreError> for DeviceError {
             StoreError::LimitReached { .. } => DeviceError::LimitReached(error),
             StoreError::MemoryRefused { .. } => DeviceError::MemoryRefused(error),
             StoreError::Corrupt { index } => DeviceError::Damaged { offset_bytes: index.0 * BLOCK_BYTES as u64 },
+            StoreError::BackingFailed { index, .. } => {
+                DeviceError::Unreachable { offset_bytes: index.0 * BLOCK_BYTES as u64 }
+            }
             _ => DeviceError::Engine(error),
         }
     }
@@ -98,7 +102,7 @@ impl From<StoreError> for DeviceError {
 
 #[cfg(test)]
 mod tests {
-    use compcache_store::PageIndex;
+    use compcache_store::{MediumError, PageIndex};
 
     use super::*;
 
@@ -109,6 +113,8 @@ mod tests {
         assert_eq!(errno(StoreError::MemoryRefused { bytes: 1 }), Errno::NOMEM.raw_os_error());
         assert_eq!(errno(StoreError::Corrupt { index: PageIndex(1) }), Errno::IO.raw_os_error());
         assert_eq!(errno(StoreError::CodecFailed), Errno::IO.raw_os_error());
+        let failed = StoreError::BackingFailed { index: PageIndex(1), error: MediumError::Short };
+        assert_eq!(errno(failed), Errno::IO.raw_os_error());
     }
 
     #[test]

@@ -93,7 +93,8 @@ pub enum Health {
     /// They can, as far as is known.
     #[default]
     Good,
-    /// There is no free segment, and none that is worth cleaning. Pages that are there can be read.
+    /// There is no free segment, and none that is worth cleaning, or no room where it lies. Pages that are there can be read. Ends
+    /// when a segment has become free, or with a flight that arrives.
     Full,
     /// The last write failed so. What could not be written is in memory still.
     Failing(MediumError),
@@ -216,10 +217,18 @@ impl Backing {
     /// Nothing refers to a record any more.
     pub(crate) fn free(&self, sealed: Sealed) {
         let (segment, _) = sealed.place.split(self.segment_bytes);
-        let mut segments = self.segments.lock();
-        // A damaged slot frees nothing: to leak is better than to free what is another page's.
-        if segments.flight_of(segment).is_some_and(|flight| sealed.is_of(flight)) {
-            segments.free_record(segment, record_bytes(sealed.length.into()) as u32);
+        let bytes = record_bytes(sealed.length.into()) as u32;
+        let is_free = {
+            let mut segments = self.segments.lock();
+            // A damaged slot frees nothing: to leak is better than to free what is another page's.
+            segments.flight_of(segment).is_some_and(|flight| sealed.is_of(flight))
+                && segments.free_record(segment, bytes)
+        };
+        if is_free {
+            let mut health = self.health.lock();
+            if *health == Health::Full {
+                *health = Health::Good;
+            }
         }
     }
 

@@ -39,6 +39,8 @@ pub struct Reclaimed {
     pub pages: usize,
     /// Memory given back to the system, in bytes, as far as this step saw it.
     pub freed_bytes: u64,
+    /// Another thread is at it; this one did nothing.
+    pub is_busy: bool,
     /// There is nothing more to do, or nothing more can be done now. `false`: call again.
     pub finished: bool,
 }
@@ -65,7 +67,7 @@ impl Store {
         let wants = |pool: &PoolCore| whole_store || pool.is_above(UNTIL_PERCENT);
         let Flown { pages, freed_bytes, is_busy, .. } = backing.fly(self, worker, &wants)?;
         if is_busy {
-            return Ok(Reclaimed { finished: true, ..Reclaimed::default() });
+            return Ok(Reclaimed { is_busy, finished: true, ..Reclaimed::default() });
         }
         let used = self.mem_used_total_bytes();
         let freed = self.reclaimed.fetch_add(freed_bytes, Relaxed) + freed_bytes;
@@ -75,7 +77,7 @@ impl Store {
         }
         let freed_bytes = used.saturating_sub(self.mem_used_total_bytes());
         let is_stuck = pages == 0 && (freed_bytes == 0 || backing.health() != Health::Good);
-        Ok(Reclaimed { pages, freed_bytes, finished: is_stuck || !self.is_above(backing, UNTIL_PERCENT) })
+        Ok(Reclaimed { pages, freed_bytes, is_busy, finished: is_stuck || !self.is_above(backing, UNTIL_PERCENT) })
     }
 
     fn is_above(&self, backing: &Backing, percent: u64) -> bool {

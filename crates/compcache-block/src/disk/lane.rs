@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 use std::time::Duration;
 
-use compcache_store::{Page, PageIndex, Read, RunFailed, StoreError, Worker};
+use compcache_store::{Fetcher, Health, Page, PageIndex, Read, RunFailed, StoreError, Worker};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::Disk;
@@ -22,6 +22,10 @@ const RUN: usize = SEGMENT_BLOCKS as usize;
 /// How often, and for how long, a write waits for the reserve.
 const REFILL_WAITS: u32 = 125;
 const REFILL_WAIT: Duration = Duration::from_millis(2);
+/// How long a write waits while another thread has pages leave for the backing, before it looks again.
+const RECLAIM_WAIT: Duration = Duration::from_millis(1);
+/// So often in a row nothing could leave, and none was on its way, before a write is refused.
+const IDLE_MAX: u32 = 3;
 /// As far as a stretch of data is followed in one answer: 256 MiB. The next question goes on from there.
 const DATA_BLOCKS_MAX: u64 = 1 << 16;
 
@@ -31,6 +35,8 @@ pub(super) struct DiskLane {
     /// The block of which a part is read or written.
     page: Box<Page>,
     found: [Read; RUN],
+    /// For blocks on the backing, if there is one.
+    fetcher: Option<Fetcher>,
 }
 
 fn now_ns() -> u64 {
@@ -48,16 +54,35 @@ macro_rules! done {
 }
 
 impl Disk {
-    /// Writes whole blocks from `first` on. Where memory may come from a reserve alone, waits a while for it to be refilled.
-    fn write_pages(&self, worker: &mut Worker, first: u64, pages: &[Page]) -> Result<(), DeviceError> {
-        let (mut done, mut waits) = (0, 0);
+    /// Writes whole blocks from `first` on. Where memory may come from a reserve alone, waits a while for it to be refilled;
+    /// where there is a backing, has other blocks leave for it.
+    fn write_pages(
+        &self,
+        worker: &mut Worker,
+        first: u64,
+        pages: &[Page],
+        manner: Manner,
+    ) -> Result<Outcome, DeviceError> {
+        let (mut done, mut waits, mut idle) = (0, 0, 0);
         loop {
             match self.pool.write_run(worker, PageIndex(first + done as u64), &pages[done..]) {
                 Ok(()) => {
                     if self.exhausted.load(Relaxed) {
                         self.exhausted.store(false, Relaxed);
                     }
-                    return Ok(());
+                    return Ok(Outcome::Done(()));
+                }
+                Err(RunFailed { done: more, error: error @ StoreError::LimitReached { .. } }) if self.can_leave() => {
+                    if !manner.may_wait {
+                        return Ok(Outcome::MustWait);
+                    }
+                    done += more;
+                    if !self.make_room(worker) {
+                        idle += 1;
+                        if idle > IDLE_MAX {
+                            return Err(error.into());
+                        }
+                    }
                 }
                 Err(RunFailed { done: more, error: StoreError::MemoryRefused { .. } })
                     if self.reserve_only.load(Relaxed) && !self.exhausted.load(Relaxed) =>
@@ -73,19 +98,31 @@ impl Disk {
     }
 }
 
+impl Disk {
+    /// Whether blocks can leave memory, as far as is known.
+    fn can_leave(&self) -> bool {
+        self.pool.backing().is_some_and(|backing| backing.health() == Health::Good)
+    }
+
+    /// Has some blocks leave memory, this disk's or others', or waits for another thread that does. `false`: none can.
+    fn make_room(&self, worker: &mut Worker) -> bool {
+        let Some(backing) = self.pool.backing() else { return false };
+        match self.pool.store().reclaim(worker, backing) {
+            Ok(done) if done.is_busy => thread::sleep(RECLAIM_WAIT),
+            Ok(done) => return done.pages > 0 || done.freed_bytes > 0,
+            // It is in bad health now, and that is where the writer looks next.
+            Err(_) => {}
+        }
+        true
+    }
+}
+
 impl DiskLane {
     pub fn new(disk: Arc<Disk>) -> Result<DiskLane, DeviceError> {
         let mut worker = Worker::new(disk.pool.store(), now_ns)?;
         worker.set_reserve_only(disk.reserve_only.load(Relaxed));
-        Ok(DiskLane { disk, worker, page: Box::new(ZEROES), found: [Read::Absent; RUN] })
-    }
-
-    /// What a page that the pool has not in RAM means: to come back, or, since this disk has no backing, an error.
-    fn on_backing(block: u64, manner: Manner) -> Result<Outcome, DeviceError> {
-        if manner.may_wait {
-            return Err(DeviceError::Unreachable { offset_bytes: block * BLOCK });
-        }
-        Ok(Outcome::MustWait)
+        let fetcher = disk.pool.backing().map(|_| Fetcher::new()).transpose()?;
+        Ok(DiskLane { disk, worker, page: Box::new(ZEROES), found: [Read::Absent; RUN], fetcher })
     }
 
     fn read_blocks(&mut self, first: u64, into: &mut [Page], manner: Manner) -> Result<Outcome, DeviceError> {
@@ -98,7 +135,10 @@ impl DiskLane {
                 match found {
                     Read::Done => {}
                     Read::Absent => *page = ZEROES,
-                    Read::OnBacking(_) => return Self::on_backing(first + at as u64, manner),
+                    Read::OnBacking(_) if !manner.may_wait => return Ok(Outcome::MustWait),
+                    Read::OnBacking(_) => {
+                        fetch(&self.disk, &mut self.worker, &mut self.fetcher, first + at as u64, page)?;
+                    }
                 }
             }
         }
@@ -110,7 +150,8 @@ impl DiskLane {
         match self.disk.pool.read(&mut self.worker, PageIndex(block), &mut self.page)? {
             Read::Done => {}
             Read::Absent => *self.page = ZEROES,
-            Read::OnBacking(_) => return Self::on_backing(block, manner),
+            Read::OnBacking(_) if !manner.may_wait => return Ok(Outcome::MustWait),
+            Read::OnBacking(_) => fetch(&self.disk, &mut self.worker, &mut self.fetcher, block, &mut self.page)?,
         }
         Ok(Outcome::Done(()))
     }
@@ -134,8 +175,7 @@ impl DiskLane {
         disk.check(request, part.block * BLOCK, BLOCK)?;
         done!(self.read_page(part.block, manner));
         change(&mut self.page[part.within]);
-        disk.pool.write(&mut self.worker, PageIndex(part.block), &self.page)?;
-        Ok(Outcome::Done(()))
+        disk.write_pages(&mut self.worker, part.block, std::slice::from_ref(&self.page), manner)
     }
 
     /// Calls `change` for the blocks of each segment, with its stripe shared and inside the disk as it is then.
@@ -143,41 +183,60 @@ impl DiskLane {
         &mut self,
         request: Request,
         blocks: Range<u64>,
-        mut change: impl FnMut(&Disk, &mut Worker, Range<u64>) -> Result<(), DeviceError>,
-    ) -> Result<(), DeviceError> {
+        mut change: impl FnMut(&Disk, &mut Worker, Range<u64>) -> Result<Outcome, DeviceError>,
+    ) -> Result<Outcome, DeviceError> {
         let mut next = blocks.start;
         while next < blocks.end {
             let end = (next - next % SEGMENT_BLOCKS + SEGMENT_BLOCKS).min(blocks.end);
             let _shared = self.disk.stripes.share(next);
             self.disk.check(request, next * BLOCK, (end - next) * BLOCK)?;
-            change(&self.disk, &mut self.worker, next..end)?;
+            done!(change(&self.disk, &mut self.worker, next..end));
             next = end;
         }
-        Ok(())
+        Ok(Outcome::Done(()))
     }
 
-    fn discard_blocks(&mut self, request: Request, blocks: Range<u64>) -> Result<(), DeviceError> {
+    fn discard_blocks(&mut self, request: Request, blocks: Range<u64>) -> Result<Outcome, DeviceError> {
         if blocks.end - blocks.start <= SEGMENT_BLOCKS {
             return self.change_blocks(request, blocks, |disk, _, blocks| {
                 disk.pool.discard_range(PageIndex(blocks.start), blocks.end - blocks.start);
-                Ok(())
+                Ok(Outcome::Done(()))
             });
         }
         // The pool skips what is empty a gigabyte at a time, which segments would not let it do.
         let _shared = self.disk.stripes.share_all();
         self.disk.check(request, blocks.start * BLOCK, (blocks.end - blocks.start) * BLOCK)?;
         self.disk.pool.discard_range(PageIndex(blocks.start), blocks.end - blocks.start);
-        Ok(())
+        Ok(Outcome::Done(()))
     }
 
-    fn zero_blocks(&mut self, blocks: Range<u64>) -> Result<(), DeviceError> {
+    fn zero_blocks(&mut self, blocks: Range<u64>) -> Result<Outcome, DeviceError> {
         self.change_blocks(Request::WriteZeroes, blocks, |disk, worker, blocks| {
             for block in blocks {
                 disk.pool.write(worker, PageIndex(block), &ZEROES)?;
             }
-            Ok(())
+            Ok(Outcome::Done(()))
         })
     }
+}
+
+/// Reads a block that is, or was just now, on the backing, and waits for it.
+fn fetch(
+    disk: &Disk,
+    worker: &mut Worker,
+    fetcher: &mut Option<Fetcher>,
+    block: u64,
+    page: &mut Page,
+) -> Result<(), DeviceError> {
+    let unreachable = DeviceError::Unreachable { offset_bytes: block * BLOCK };
+    let fetcher = fetcher.as_mut().ok_or(unreachable)?;
+    match disk.pool.fetch(worker, fetcher, PageIndex(block), page)? {
+        Read::Done => {}
+        // Discarded meanwhile.
+        Read::Absent => *page = ZEROES,
+        Read::OnBacking(_) => return Err(unreachable),
+    }
+    Ok(())
 }
 
 impl Lane for DiskLane {
@@ -205,10 +264,10 @@ impl Lane for DiskLane {
             done!(self.change_part(Request::Write, part, manner, |bytes| bytes.copy_from_slice(head)));
         }
         let (pages, first) = (whole.as_chunks().0, split.whole.start);
-        self.change_blocks(Request::Write, split.whole, |disk, worker, blocks| {
+        done!(self.change_blocks(Request::Write, split.whole, |disk, worker, blocks| {
             let pages = &pages[(blocks.start - first) as usize..(blocks.end - first) as usize];
-            disk.write_pages(worker, blocks.start, pages)
-        })?;
+            disk.write_pages(worker, blocks.start, pages, manner)
+        }));
         match split.tail {
             Some(part) => self.change_part(Request::Write, part, manner, |bytes| bytes.copy_from_slice(tail)),
             None => Ok(Outcome::Done(())),
@@ -222,8 +281,7 @@ impl Lane for DiskLane {
 
     fn discard(&mut self, offset_bytes: u64, length_bytes: u64, _manner: Manner) -> Result<Outcome, DeviceError> {
         self.disk.check(Request::Discard, offset_bytes, length_bytes)?;
-        self.discard_blocks(Request::Discard, Split::new(offset_bytes, length_bytes).whole)?;
-        Ok(Outcome::Done(()))
+        self.discard_blocks(Request::Discard, Split::new(offset_bytes, length_bytes).whole)
     }
 
     fn write_zeroes(
@@ -239,10 +297,9 @@ impl Lane for DiskLane {
             done!(self.change_part(Request::WriteZeroes, part, manner, |bytes| bytes.fill(0)));
         }
         match zeroes {
-            Zeroes::MayBeHoles => self.discard_blocks(Request::WriteZeroes, split.whole)?,
-            Zeroes::AreData => self.zero_blocks(split.whole)?,
+            Zeroes::MayBeHoles => self.discard_blocks(Request::WriteZeroes, split.whole),
+            Zeroes::AreData => self.zero_blocks(split.whole),
         }
-        Ok(Outcome::Done(()))
     }
 
     fn extent(&mut self, offset_bytes: u64, length_bytes: u64, _: Manner) -> Result<Outcome<Extent>, DeviceError> {

@@ -3,7 +3,7 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
-use compcache_store::{PoolConfig, Store, StoreConfig};
+use compcache_store::{Backing, BackingConfig, FileMedium, PoolConfig, Store, StoreConfig};
 
 use super::*;
 use crate::device::{Extent, Manner, Outcome, Zeroes};
@@ -14,6 +14,14 @@ const DONE: Result<Outcome, DeviceError> = Ok(Outcome::Done(()));
 fn disk(size_bytes: u64, limit_bytes: u64) -> Arc<Disk> {
     let store = Store::new(StoreConfig { limit_bytes, reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap();
     Arc::new(Disk::new(store.create_pool(PoolConfig::default()).unwrap(), size_bytes).unwrap())
+}
+
+/// A disk of 64 MiB in a store of so much memory, with a backing of so much room.
+fn disk_on_backing(limit_bytes: u64, capacity_bytes: u64) -> Arc<Disk> {
+    let store = Store::new(StoreConfig { limit_bytes, reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap();
+    let medium = Box::new(FileMedium::new(tempfile::tempfile().unwrap().into()));
+    let backing = Backing::new(medium, BackingConfig { capacity_bytes, segment_bytes: 256 << 10 }).unwrap();
+    Arc::new(Disk::new(store.create_pool_on(PoolConfig::default(), &backing).unwrap(), 64 << 20).unwrap())
 }
 
 fn noise(length: usize, seed: u64) -> Vec<u8> {
@@ -175,4 +183,86 @@ fn requests_are_counted_by_what_became_of_them() {
     let stats = disk.stats();
     assert_eq!((stats.num_writes, stats.num_reads, stats.pages_discard, stats.invalid_io), (2, 3, 1, 4));
     assert_eq!((stats.failed_reads, stats.failed_writes), (0, 0));
+}
+
+#[test]
+fn a_disk_on_a_backing_holds_many_times_its_memory_for_every_lane() {
+    const LANES: u64 = 3;
+    const EACH: u64 = 16 << 20;
+    let disk = disk_on_backing(6 << 20, 60 << 20);
+    thread::scope(|scope| {
+        for nth in 0..LANES {
+            let disk = &disk;
+            scope.spawn(move || {
+                let mut lane = disk.clone().lane().unwrap();
+                let (mut rng, mut known) = (fastrand::Rng::with_seed(nth), vec![0; EACH as usize]);
+                for round in 0..400 {
+                    let length = rng.usize(1..200_000);
+                    let at = rng.usize(0..EACH as usize - length);
+                    let offset = nth * EACH + at as u64;
+                    if rng.u8(0..3) < 2 {
+                        // Of two kinds, for it must not all be raw.
+                        let data = if rng.bool() { noise(length, round) } else { vec![rng.u8(..); length] };
+                        assert_eq!(lane.write(offset, &data, WAITING), DONE);
+                        known[at..at + length].copy_from_slice(&data);
+                    } else {
+                        let mut back = vec![0; length];
+                        assert_eq!(lane.read(offset, &mut back, WAITING), DONE);
+                        assert!(back == known[at..at + length], "lane {nth}, round {round}");
+                    }
+                }
+                let mut back = vec![0; EACH as usize];
+                assert_eq!(lane.read(nth * EACH, &mut back, WAITING), DONE);
+                assert!(back == known, "lane {nth}");
+            });
+        }
+    });
+    let (stats, store) = (disk.stats(), disk.pool().store());
+    assert!(store.mem_used_max_bytes() <= 6 << 20, "{stats:?}");
+    assert!(stats.bd_count > 1000 && stats.bd_reads > 1000 && stats.bd_failed == 0, "{stats:?}");
+    disk.reset();
+    assert_eq!(disk.pool().backing().unwrap().stats().live_bytes, 0);
+}
+
+#[test]
+fn who_may_not_wait_is_told_so_and_what_is_in_memory_is_served_at_once() {
+    let disk = disk_on_backing(4 << 20, 60 << 20);
+    let mut lane = disk.clone().lane().unwrap();
+    let data = noise(16 << 20, 1);
+    let must_wait = (0..16).any(|at| {
+        lane.write(at << 20, &data[at as usize * (1 << 20)..][..1 << 20], Manner::AT_ONCE) == Ok(Outcome::MustWait)
+    });
+    assert!(must_wait, "there was no room for all of it");
+    assert_eq!(lane.write(0, &data, WAITING), DONE);
+    let mut back = vec![0; 4096];
+    for block in 0..4096u64 {
+        let is_out = disk.pool().is_on_backing(PageIndex(block));
+        let outcome = lane.read(block * 4096, &mut back, Manner::AT_ONCE);
+        assert_eq!(outcome, Ok(if is_out { Outcome::MustWait } else { Outcome::Done(()) }));
+        assert_eq!(lane.read(block * 4096, &mut back, WAITING), DONE);
+        assert!(back == data[block as usize * 4096..][..4096], "block {block}");
+    }
+    // A part of a block that is out.
+    let out = (0..4096).find(|block| disk.pool().is_on_backing(PageIndex(*block))).unwrap() * 4096;
+    assert_eq!(lane.write(out + 10, b"part", Manner::AT_ONCE), Ok(Outcome::MustWait));
+    assert_eq!(lane.write(out + 10, b"part", WAITING), DONE);
+    assert_eq!(lane.read(out, &mut back, WAITING), DONE);
+    assert!(back[10..14] == *b"part" && back[14..] == data[out as usize + 14..][..4082]);
+}
+
+#[test]
+fn a_disk_whose_backing_is_full_says_so_and_keeps_what_it_has() {
+    let disk = disk_on_backing(4 << 20, 8 << 20);
+    let mut lane = disk.clone().lane().unwrap();
+    let data = noise(16 << 20, 1);
+    let write = |lane: &mut Box<dyn Lane>, at: usize| lane.write(at as u64 * 4096, &data[at * 4096..][..4096], WAITING);
+    let accepted = (0..4096).position(|at| write(&mut lane, at).is_err()).unwrap();
+    assert_eq!(write(&mut lane, accepted).unwrap_err().errno(), 28);
+    // Four megabytes here, eight there, but for tables, lists and the last segment.
+    assert!((2500..3072).contains(&accepted), "{accepted} blocks");
+    let mut back = vec![0; accepted * 4096];
+    assert_eq!(lane.read(0, &mut back, WAITING), DONE);
+    assert!(back == data[..accepted * 4096]);
+    lane.discard(0, 8 << 20, WAITING).unwrap();
+    assert!((0..1024).all(|at| write(&mut lane, at) == DONE), "there is room again");
 }

@@ -128,16 +128,18 @@ impl Segments {
         self.become_free(begun.segment as usize);
     }
 
-    /// A record of so many bytes is dead.
-    pub fn free_record(&mut self, segment: u32, bytes: u32) {
-        let Some(found) = self.table.get_mut(segment as usize) else { return };
+    /// A record of so many bytes is dead. Returns whether its segment is free now.
+    pub fn free_record(&mut self, segment: u32, bytes: u32) -> bool {
+        let Some(found) = self.table.get_mut(segment as usize) else { return false };
         // Only a damaged slot could ask for more than there is.
         let bytes = bytes.min(found.live_bytes);
         found.live_bytes -= bytes;
         self.live_bytes -= u64::from(bytes);
-        if found.live_bytes == 0 && matches!(found.state, State::Written { .. }) {
+        let is_free = found.live_bytes == 0 && matches!(found.state, State::Written { .. });
+        if is_free {
             self.become_free(segment as usize);
         }
+        is_free
     }
 
     fn become_free(&mut self, segment: usize) {
