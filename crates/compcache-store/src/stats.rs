@@ -232,7 +232,7 @@ pub const TABLE: &[Stat] = stats! {
     "num_reads", "NumReads", Operations, |s| s.num_reads, "Pages read or taken, absent ones included.";
     "num_writes", "NumWrites", Operations, |s| s.num_writes, "Pages stored.";
     "failed_reads", "FailedReads", Operations, |s| s.failed_reads, "Reads that returned an error: corrupt pages, a backing that failed.";
-    "failed_writes", "FailedWrites", Operations, |s| s.failed_writes, "Writes refused: limit or memory.";
+    "failed_writes", "FailedWrites", Operations, |s| s.failed_writes, "Writes refused, also those that were made again when there was room.";
     "invalid_io", "InvalidIO", Operations, |s| s.invalid_io, "Operations on an index out of range.";
     "notify_free", "PagesDiscard", Pages, |s| s.pages_discard, "Stored pages that were discarded.";
     "same_pages", "ZeroPages", Pages, |s| s.same_pages, "Pages stored that are one word repeated; they cost no arena.";

@@ -172,9 +172,28 @@ pub struct CreateArgs {
     #[arg(long, value_name = "SIZE")]
     pub size: Size,
 
-    /// Limit on the memory it takes; what goes beyond is refused (ENOSPC). 0 is none but the server's [default: 0]
+    /// Limit on the memory it takes; what goes beyond is refused (ENOSPC), or leaves for --backing. 0 is none but the server's
+    /// [default: 0]
     #[arg(long, value_name = "SIZE")]
     pub limit: Option<Size>,
+
+    /// Where blocks go that do not fit in memory, compressed and encrypted with a key that only the server has: a file, which
+    /// must not exist yet and is gone with the disk, or a block device
+    #[arg(long, value_name = "FILE|DEVICE")]
+    pub backing: Option<PathBuf>,
+
+    /// The most room it may take there [default: enough for all of the disk, or all of the device]
+    #[arg(long, value_name = "SIZE", requires = "backing")]
+    pub backing_max: Option<Size>,
+
+    /// How much is written there at a time, 64K to 16M; the server takes twice as much memory for it [default: 1M, less for a
+    /// small backing]
+    #[arg(long, value_name = "SIZE", requires = "backing")]
+    pub backing_batch: Option<Size>,
+
+    /// Also if there is something on the device, which is then lost
+    #[arg(long, requires = "backing")]
+    pub backing_overwrite: bool,
 
     /// lz4 is faster; zstd or zstd:LEVEL makes the pages smaller (levels 1 to 19 and -1 to -7; 1 if none is given)
     #[arg(long, value_name = "CODEC", default_value = "lz4")]

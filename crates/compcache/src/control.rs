@@ -35,6 +35,12 @@ const LINE_BYTES_MAX: u64 = 1 << 20;
 pub enum Request {
     /// Make a disk.
     Create(Create),
+    /// Make a disk with a backing. A request of its own: a server that knows none of it must not make one without.
+    CreateOn {
+        #[serde(flatten)]
+        disk: Create,
+        backing: BackingWanted,
+    },
     /// All disks.
     List,
     /// One disk.
@@ -70,6 +76,20 @@ pub struct Create {
     /// As far as the server's privileges allow.
     #[serde(default)]
     pub unprotected: bool,
+}
+
+/// Where blocks of a disk are to go that do not fit in memory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BackingWanted {
+    /// A file that is not there yet, or a block device.
+    pub path: PathBuf,
+    /// The most room it may take; enough for the disk if absent.
+    pub max_bytes: Option<u64>,
+    /// What is written at a time.
+    pub batch_bytes: Option<u64>,
+    /// What is on the device may be lost.
+    #[serde(default)]
+    pub overwrite: bool,
 }
 
 /// How clients get to a disk.
@@ -132,6 +152,9 @@ pub struct DiskState {
     /// Whether it was made to be swapped to.
     #[serde(default)]
     pub for_swap: bool,
+    /// Its backing, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backing: Option<BackingState>,
     /// The store's statistics by their names.
     pub stats: BTreeMap<String, u64>,
     /// How long reads and writes took.
@@ -143,6 +166,33 @@ impl DiskState {
     pub fn stat(&self, name: &str) -> u64 {
         self.stats.get(name).copied().unwrap_or_default()
     }
+}
+
+/// A backing as it is at one moment. Alive, dead and free bytes make the capacity.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct BackingState {
+    /// As it was named; a file has no name any more.
+    pub path: PathBuf,
+    /// `good`, or what is wrong.
+    pub health: String,
+    /// The most room it takes.
+    pub capacity_bytes: u64,
+    /// What blocks of the disk take there.
+    pub live_bytes: u64,
+    /// What nothing refers to any more, in batches where something is alive.
+    pub dead_bytes: u64,
+    /// What can be written to.
+    pub free_bytes: u64,
+    /// Batches written.
+    pub segments_written: u64,
+    /// Blocks that were moved to empty others.
+    pub records_moved: u64,
+    /// Batches that could not be written.
+    pub failed_writes: u64,
+    /// Blocks that could not be read.
+    pub failed_reads: u64,
+    /// Blocks that were not what was written.
+    pub damaged_reads: u64,
 }
 
 /// Durations, reads and writes apart.
@@ -225,7 +275,12 @@ mod tests {
             for_swap: true,
             unprotected: false,
         });
-        for request in [create, Request::List, Request::Change(Change { name: "b".into(), ..Change::default() })] {
+        let backing = BackingWanted { path: "/b".into(), max_bytes: Some(1), batch_bytes: None, overwrite: true };
+        let Request::Create(disk) = create.clone() else { unreachable!() };
+        let create_on = Request::CreateOn { disk, backing };
+        for request in
+            [create, create_on, Request::List, Request::Change(Change { name: "b".into(), ..Change::default() })]
+        {
             assert_eq!(from_line::<Request>(&to_line(request.clone())).unwrap(), request);
         }
         let failed = Reply::Failed { why: "no".into() };

@@ -12,7 +12,7 @@ use anyhow::{Context, anyhow, bail};
 use crate::cli::{
     ChangeArgs, CreateArgs, DiskCommand, ListArgs, NameArgs, ResizeArgs, ServerArgs, ShowArgs, Transport,
 };
-use crate::control::{At, Change, Create, DiskState, Reply, Request, ask, default_socket};
+use crate::control::{At, BackingWanted, Change, Create, DiskState, Reply, Request, ask, default_socket};
 use crate::kernel::ram_bytes;
 use crate::run::{STATUS_FAILED, say};
 use crate::size::Size;
@@ -69,7 +69,19 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
         for_swap: false,
         unprotected: false,
     };
-    let disk = one_disk(&args.server, Request::Create(wanted))?;
+    let request = match args.backing {
+        None => Request::Create(wanted),
+        Some(path) => Request::CreateOn {
+            disk: wanted,
+            backing: BackingWanted {
+                path: absolute(path)?,
+                max_bytes: args.backing_max.map(|max| max.bytes(ram_bytes)),
+                batch_bytes: args.backing_batch.map(|batch| batch.bytes(ram_bytes)),
+                overwrite: args.backing_overwrite,
+            },
+        },
+    };
+    let disk = one_disk(&args.server, request)?;
     if let Some(kind) = &args.mkfs
         && let Err(error) = file_system(&disk.at, kind, args.mount.as_deref())
     {

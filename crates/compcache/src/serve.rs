@@ -10,11 +10,13 @@
 //! | compaction | gives memory of half-empty spans back, a step at a time  |
 //! | reserve    | keeps memory at hand while a disk is for swap ([`safe`])  |
 //! | overload   | asks for the OOM killer when swap refuses ([`overload`])  |
+//! | backing    | one for each disk that has one: blocks leave ([`backing`]) |
 //! | transports | theirs                                                   |
 //!
 //! Locks: the disks' names are under one lock ([`disks`]), held while a disk is made, changed or ended, never while one
 //! serves a request.
 
+mod backing;
 mod disks;
 mod overload;
 mod safe;

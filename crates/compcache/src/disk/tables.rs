@@ -54,6 +54,17 @@ fn ratio(disk: &DiskState) -> Option<f64> {
 /// Every statistic with its meaning, and how long reads and writes took.
 pub fn show(disk: &DiskState) -> String {
     let mut text = format!("{}\n  at                {}\n  codec             {}\n", disk.name, disk.at, disk.codec);
+    if let Some(of) = &disk.backing {
+        let [capacity, live, dead, free] =
+            [of.capacity_bytes, of.live_bytes, of.dead_bytes, of.free_bytes].map(|bytes| Shown(bytes).to_string());
+        let _ = writeln!(text, "  backing           {}: {}", of.path.display(), of.health);
+        let _ = writeln!(text, "  backing room      {capacity}: {live} in use, {dead} to be cleaned, {free} free");
+        let _ = writeln!(
+            text,
+            "  backing errors    writes {}, reads {}, not what was written {}",
+            of.failed_writes, of.failed_reads, of.damaged_reads
+        );
+    }
     for stat in TABLE {
         let value = disk.stat(stat.name);
         let shown = match stat.unit {
@@ -104,6 +115,7 @@ mod tests {
             at: at.into(),
             codec: "lz4".into(),
             for_swap: false,
+            backing: None,
             stats: stats.iter().map(|&(name, value)| (name.to_owned(), value)).collect(),
             latency: Default::default(),
         }

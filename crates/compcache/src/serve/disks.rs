@@ -10,7 +10,8 @@ use compcache_block::{BLOCK_BYTES, BlockDevice, Disk};
 use compcache_store::{LatencySnapshot, PoolConfig, Store, TABLE};
 
 use crate::cli::Codec;
-use crate::control::{Change, Create, DiskState, Durations, Latencies, Reply, Request, Served};
+use crate::control::{BackingWanted, Change, Create, DiskState, Durations, Latencies, Reply, Request, Served};
+use crate::serve::backing::DiskBacking;
 use crate::serve::safe::Safety;
 use crate::serve::wire::Wire;
 
@@ -38,6 +39,8 @@ struct Attached {
     codec: Codec,
     wire: Wire,
     for_swap: bool,
+    /// Ends with the disk, after its wire.
+    backing: Option<DiskBacking>,
 }
 
 impl Disks {
@@ -71,7 +74,7 @@ impl Disks {
         self.disks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn create(&self, wanted: &Create) -> anyhow::Result<DiskState> {
+    fn create(&self, wanted: &Create, backing: Option<&BackingWanted>) -> anyhow::Result<DiskState> {
         let codec: Codec = wanted.codec.parse()?;
         refuse_no_size(wanted.size_bytes)?;
         let mut disks = self.lock();
@@ -87,8 +90,16 @@ impl Disks {
             bail!("there is a disk called {name} already; choose another name");
         };
         let limit_bytes = wanted.limit_bytes.unwrap_or(u64::MAX);
-        let pool = self.store.create_pool(PoolConfig { codec: codec.of_store(), limit_bytes })?;
+        let config = PoolConfig { codec: codec.of_store(), limit_bytes };
+        let mut backing = backing.map(|backing| DiskBacking::open(backing, wanted.size_bytes)).transpose()?;
+        let pool = match &backing {
+            Some(backing) => self.store.create_pool_on(config, backing.backing())?,
+            None => self.store.create_pool(config)?,
+        };
         let disk = Arc::new(Disk::new(pool, wanted.size_bytes)?);
+        if let Some(backing) = &mut backing {
+            backing.start(&name, &self.store, disk.pool())?;
+        }
         if wanted.for_swap {
             let pages = wanted.size_bytes / BLOCK_BYTES as u64;
             self.safety.make_safe(&self.store, disk.pool(), pages, wanted.unprotected)?;
@@ -96,7 +107,7 @@ impl Disks {
         }
         let wire = Wire::start(&name, disk.clone(), &wanted.at, &self.directory)?;
         self.safety.settle(&self.store);
-        Ok(place.insert(Attached { disk, codec, wire, for_swap: wanted.for_swap }).state(&name))
+        Ok(place.insert(Attached { disk, codec, wire, for_swap: wanted.for_swap, backing }).state(&name))
     }
 
     fn list(&self) -> Vec<DiskState> {
@@ -143,7 +154,13 @@ impl Served for Disks {
     fn serve(&self, request: Request) -> Reply {
         let one = |state| Reply::Disk(Box::new(state));
         let reply = match request {
-            Request::Create(wanted) => self.create(&wanted).context("no disk was made").map(one),
+            Request::Create(wanted) => self.create(&wanted, None).context("no disk was made").map(one),
+            Request::CreateOn { disk, .. } if disk.for_swap => {
+                Err(anyhow!("no disk was made: a disk for swap has no backing in this version"))
+            }
+            Request::CreateOn { disk, backing } => {
+                self.create(&disk, Some(&backing)).context("no disk was made").map(one)
+            }
             Request::List => Ok(Reply::Disks(self.list())),
             Request::Show { name } => self.with(&name, |attached| Ok(one(attached.state(&name)))),
             Request::Change(change) => self.change(&change).map(one),
@@ -187,6 +204,7 @@ impl Attached {
             at: self.wire.at(),
             codec: self.codec.to_string(),
             for_swap: self.for_swap,
+            backing: self.backing.as_ref().map(DiskBacking::state),
             stats: TABLE.iter().map(|stat| (stat.name.to_owned(), (stat.value)(&stats))).collect(),
             latency: Latencies { reads: durations(&latency.reads), writes: durations(&latency.writes) },
         }

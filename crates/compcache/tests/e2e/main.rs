@@ -11,6 +11,7 @@
 //! | `accounting.rs`    | the limits hold, for one process and for a tree, and what is dead gives its share back    |
 //! | `cli.rs`           | statuses and signals go through, output is the program's alone, failures say the remedy  |
 //! | `disks.rs`         | `compcache serve` and its disks do what they are told, and say why when they do not      |
+//! | `disk_backing.rs`  | a disk larger than memory keeps its contents in a file, and says what is wrong with that |
 //! | `disk_clients.rs`  | file systems, fio, stress-ng, git, tar, sqlite on such a disk find what they wrote       |
 //! | `nbd_client.rs`    | so does the kernel's NBD client, in an emulated machine                                  |
 //! | `ublk_disks.rs`    | the same over ublk, in an emulated machine whose kernel has it                           |
@@ -30,6 +31,7 @@
 
 mod accounting;
 mod cli;
+mod disk_backing;
 mod disk_clients;
 mod disks;
 mod memory_tester;

@@ -1,0 +1,299 @@
+//! The backing of a disk: its file or device, and the thread that has blocks leave for it.
+//!
+//! | what is named        | what becomes of it                                                                       |
+//! |----------------------|------------------------------------------------------------------------------------------|
+//! | nothing is there     | a file is made (mode 0600), and has no name any more: its room comes back with the disk's end, or the server's, however that comes |
+//! | a block device       | taken for itself alone (nobody has it mounted); refused if there seems to be something on it |
+//! | anything else        | refused: what is in a file that somebody has is not overwritten                         |
+//!
+//! The thread looks fifty times a second whether there is something to do, and goes on until there is not. A disk's writers do
+//! the same where it is too late (`Disk` in compcache-block), so nothing depends on how soon it comes. Ages, which say what was
+//! not used for longest, advance with the work that is done: each time a sixteenth of what is stored was read or written.
+//!
+//! What goes wrong with a backing is said once, and once more when it is right again; a failing one is tried each second.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use compcache_store::{Backing, BackingConfig, BackingStats, FileMedium, Health, Pool, Store, Worker};
+use rustix::fs::OFlags;
+
+use crate::control::{BackingState, BackingWanted};
+use crate::kernel::clock_ns;
+use crate::run::say;
+use crate::size::Shown;
+
+/// Between two looks at whether something has to leave.
+const BETWEEN_LOOKS: Duration = Duration::from_millis(20);
+/// Between two attempts at a backing that failed, and between two times that room which is free is given back.
+const BETWEEN_ATTEMPTS: Duration = Duration::from_secs(1);
+/// So much of a device is looked at for something that somebody might miss.
+const LOOKED_AT_BYTES: usize = 1 << 20;
+/// A small backing has at least so many segments.
+const SEGMENTS_LEAST: u64 = 64;
+/// Beside what a disk holds there must be room for lists, and for segments that are partly dead.
+const ROOM_SHARE: u64 = 8;
+const ROOM_LEAST_BYTES: u64 = 4 << 20;
+/// The most a backing can be.
+const BACKING_BYTES_MAX: u64 = 512 << 30;
+/// An age is over when so large a share of what is stored was read or written.
+const AGE_SHARE: u64 = 16;
+const AGE_LEAST_PAGES: u64 = 256;
+
+/// A backing, and its thread, which ends when this is dropped.
+pub struct DiskBacking {
+    path: PathBuf,
+    backing: Arc<Backing>,
+    stop: Arc<AtomicBool>,
+    thread: Option<Thread>,
+}
+
+impl DiskBacking {
+    /// Opens, or makes, what is wanted for a disk of `disk_bytes`.
+    ///
+    /// # Errors
+    /// It cannot be had, or holds something; nothing of it was changed, and no file is left behind.
+    pub fn open(wanted: &BackingWanted, disk_bytes: u64) -> anyhow::Result<DiskBacking> {
+        let path = wanted.path.clone();
+        let (file, device_bytes) = match fs::metadata(&path) {
+            Ok(there) if there.file_type().is_block_device() => open_device(&path, wanted.overwrite)?,
+            Ok(there) if there.is_dir() => {
+                bail!("{} is a directory; name a file in it that is not there yet", path.display())
+            }
+            Ok(_) => bail!("{} is there already; a backing is made anew: name another, or remove it", path.display()),
+            Err(_) => (make_file(&path)?, u64::MAX),
+        };
+        let config = config(wanted, disk_bytes, device_bytes)?;
+        let medium = FileMedium::new(file.into());
+        if !medium.is_direct() {
+            say(&format!(
+                "compcache: the file system of {} has no direct input and output; the page cache will hold a part of it, too\n",
+                path.display()
+            ));
+        }
+        let backing = Backing::new(Box::new(medium), config)?;
+        Ok(DiskBacking { path, backing, stop: Arc::default(), thread: None })
+    }
+
+    /// For making the pool of the disk.
+    pub fn backing(&self) -> &Arc<Backing> {
+        &self.backing
+    }
+
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// The system has no thread, or no memory, for it.
+    pub fn start(&mut self, name: &str, store: &Arc<Store>, pool: &Arc<Pool>) -> anyhow::Result<()> {
+        let worker = Worker::new(store, clock_ns)?;
+        let reclaimer = Reclaimer {
+            disk: name.to_owned(),
+            pool: Arc::downgrade(pool),
+            backing: self.backing.clone(),
+            store: store.clone(),
+            worker,
+            stop: self.stop.clone(),
+            used_pages: 0,
+            health: Health::Good,
+        };
+        let started = thread::Builder::new().name("backing".into()).spawn(move || reclaimer.run());
+        self.thread = Some(started.context("cannot start the thread for the backing")?.thread().clone());
+        Ok(())
+    }
+
+    /// What is shown of it.
+    pub fn state(&self) -> BackingState {
+        let stats = self.backing.stats();
+        let BackingStats { capacity_bytes, live_bytes, dead_bytes, free_bytes, .. } = stats;
+        BackingState {
+            path: self.path.clone(),
+            health: told(stats.health).unwrap_or_else(|| "good".into()),
+            capacity_bytes,
+            live_bytes,
+            dead_bytes,
+            free_bytes,
+            segments_written: stats.segments_written,
+            records_moved: stats.records_moved,
+            failed_writes: stats.failed_writes,
+            failed_reads: stats.failed_reads,
+            damaged_reads: stats.damaged_reads,
+        }
+    }
+}
+
+impl Drop for DiskBacking {
+    fn drop(&mut self) {
+        // Not waited for: a medium that hangs must not hang who ends the disk.
+        self.stop.store(true, Ordering::Release);
+        if let Some(thread) = &self.thread {
+            thread.unpark();
+        }
+    }
+}
+
+/// A file of our own, which has lost its name before anything is in it.
+fn make_file(path: &Path) -> anyhow::Result<File> {
+    let made = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path);
+    let file = made.with_context(|| format!("cannot make the backing {}", path.display()))?;
+    fs::remove_file(path).with_context(|| format!("cannot take the name off the backing {}", path.display()))?;
+    Ok(file)
+}
+
+fn open_device(path: &Path, overwrite: bool) -> anyhow::Result<(File, u64)> {
+    // With O_EXCL the kernel gives a block device to nobody but us, and not if it is mounted or swapped to.
+    let exclusive = OFlags::EXCL.bits() as i32;
+    let opened = OpenOptions::new().read(true).write(true).custom_flags(exclusive).open(path);
+    let mut device = opened.with_context(|| format!("cannot have the device {} as a backing", path.display()))?;
+    let mut begin = Vec::new();
+    let looked = (&device).take(LOOKED_AT_BYTES as u64).read_to_end(&mut begin);
+    looked.with_context(|| format!("cannot read the device {}", path.display()))?;
+    if !overwrite && begin.iter().any(|byte| *byte != 0) {
+        bail!(
+            "there is something on {}, and a backing overwrites it; if that may be, say so with --backing-overwrite",
+            path.display()
+        );
+    }
+    let bytes = device.seek(SeekFrom::End(0)).with_context(|| format!("{} has no size", path.display()))?;
+    Ok((device, bytes))
+}
+
+/// How large it may become, and what is written at a time.
+fn config(wanted: &BackingWanted, disk_bytes: u64, device_bytes: u64) -> anyhow::Result<BackingConfig> {
+    let enough = disk_bytes.saturating_add(disk_bytes / ROOM_SHARE).saturating_add(ROOM_LEAST_BYTES);
+    let capacity_bytes = wanted.max_bytes.unwrap_or(enough).min(device_bytes).min(BACKING_BYTES_MAX);
+    let batch = wanted.batch_bytes.unwrap_or_else(|| {
+        let few = usize::try_from(capacity_bytes / SEGMENTS_LEAST).unwrap_or(usize::MAX);
+        few.clamp(*BackingConfig::SEGMENT_BYTES.start(), BackingConfig::default().segment_bytes) as u64
+    });
+    let segment_bytes = usize::try_from(batch / 4096 * 4096).unwrap_or(usize::MAX);
+    if !BackingConfig::SEGMENT_BYTES.contains(&segment_bytes) {
+        bail!("--backing-batch is 64K to 16M; {} is not", Shown(batch));
+    }
+    if capacity_bytes / (segment_bytes as u64) < BackingConfig::SEGMENTS_LEAST {
+        bail!(
+            "a backing of {} has not four batches of {}; make it larger, or the batches smaller (--backing-batch)",
+            Shown(capacity_bytes),
+            Shown(segment_bytes as u64)
+        );
+    }
+    Ok(BackingConfig { capacity_bytes, segment_bytes })
+}
+
+/// The thread's.
+struct Reclaimer {
+    disk: String,
+    pool: Weak<Pool>,
+    backing: Arc<Backing>,
+    store: Arc<Store>,
+    worker: Worker,
+    stop: Arc<AtomicBool>,
+    /// Pages read and written when the age last advanced.
+    used_pages: u64,
+    health: Health,
+}
+
+impl Reclaimer {
+    fn run(mut self) {
+        let (mut attempt, mut tidied, mut in_vain) = (Instant::now(), Instant::now(), false);
+        while !self.stop.load(Ordering::Acquire) {
+            self.advance_age();
+            // What fails, is full, or finds nothing that could leave, only now and then.
+            let is_good = self.backing.health() == Health::Good && !in_vain;
+            if (is_good || attempt.elapsed() >= BETWEEN_ATTEMPTS) && self.store.wants_reclaim(&self.backing) {
+                in_vain = !self.reclaim();
+                attempt = Instant::now();
+            }
+            self.tell();
+            if tidied.elapsed() >= BETWEEN_ATTEMPTS {
+                self.backing.tidy();
+                tidied = Instant::now();
+            }
+            thread::park_timeout(BETWEEN_LOOKS);
+        }
+    }
+
+    /// Goes on until there is no more to do, or nothing more can be done. Returns whether anything has left, or is leaving.
+    fn reclaim(&mut self) -> bool {
+        let mut any = false;
+        while !self.stop.load(Ordering::Acquire) {
+            // What went wrong is in its health.
+            let Ok(done) = self.store.reclaim(&mut self.worker, &self.backing) else { return any };
+            any |= done.pages > 0 || done.is_busy;
+            if done.finished {
+                break;
+            }
+        }
+        any
+    }
+
+    fn advance_age(&mut self) {
+        let Some(pool) = self.pool.upgrade() else { return };
+        let stats = pool.stats();
+        let used_pages = stats.num_reads + stats.num_writes;
+        if used_pages - self.used_pages >= (stats.pages_stored() / AGE_SHARE).max(AGE_LEAST_PAGES) {
+            self.used_pages = used_pages;
+            self.store.advance_age();
+        }
+    }
+
+    /// Says what has changed for better or worse.
+    fn tell(&mut self) {
+        let health = self.backing.health();
+        if health == self.health {
+            return;
+        }
+        self.health = health;
+        match told(health) {
+            None => say(&format!("compcache: the backing of disk {} takes blocks again\n", self.disk)),
+            Some(why) => say(&format!(
+                "compcache: {why}: blocks of disk {} stay in memory, and what does not fit there is refused\n",
+                self.disk
+            )),
+        }
+    }
+}
+
+/// What is wrong with a backing.
+fn told(health: Health) -> Option<String> {
+    match health {
+        Health::Good => None,
+        Health::Full => Some("the backing is full".into()),
+        Health::Failing(error) => Some(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn wanted() -> BackingWanted {
+        BackingWanted { path: "/x".into(), max_bytes: None, batch_bytes: None, overwrite: false }
+    }
+
+    #[test]
+    fn a_backing_has_room_for_all_of_its_disk_and_batches_that_fit() {
+        let large = config(&wanted(), 1 << 30, u64::MAX).unwrap();
+        assert!(large.capacity_bytes > (1 << 30) + (100 << 20) && large.segment_bytes == 1 << 20);
+        let small = config(&wanted(), 8 * MIB, u64::MAX).unwrap();
+        assert!(small.capacity_bytes > 12 * MIB && small.capacity_bytes / small.segment_bytes as u64 >= SEGMENTS_LEAST);
+        assert_eq!(config(&wanted(), 1 << 40, 10 << 30).unwrap().capacity_bytes, 10 << 30, "the device is smaller");
+        assert_eq!(config(&wanted(), 1 << 50, u64::MAX).unwrap().capacity_bytes, BACKING_BYTES_MAX);
+    }
+
+    #[test]
+    fn sizes_that_make_no_backing_are_refused() {
+        for (max_bytes, batch_bytes) in [(MIB, MIB), (MIB, 1), (1 << 40, 32 * MIB), (0, 64 << 10)] {
+            let wanted = BackingWanted { max_bytes: Some(max_bytes), batch_bytes: Some(batch_bytes), ..wanted() };
+            assert!(config(&wanted, 1 << 30, u64::MAX).is_err(), "{max_bytes}, {batch_bytes}");
+        }
+    }
+}

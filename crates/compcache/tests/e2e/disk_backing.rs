@@ -1,0 +1,296 @@
+//! A disk larger than the memory its server may take: blocks go to a backing, and come back as they were; and everything that can
+//! go wrong with one.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{ChildStderr, Command};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use compcache_testkit::features::{Feature, requires};
+
+use crate::support::{Mounted, PATIENCE, Server, said, scratch};
+
+const MIB: usize = 1 << 20;
+const BLOCK: usize = 4096;
+const LOOP_DEVICE: [Feature; 3] = [Feature::Root, Feature::Fuse, Feature::Loop];
+/// O_DIRECT on x86-64.
+const O_DIRECT: i32 = 0o40000;
+
+/// Content of which no two blocks are alike: half of them do not compress, the others to about a quarter.
+fn contents(bytes: usize) -> Vec<u8> {
+    let mut rng = fastrand::Rng::with_seed(11);
+    let mut all = vec![0; bytes];
+    for block in all.chunks_mut(BLOCK) {
+        let random = if rng.bool() { block.len() } else { block.len() / 5 };
+        rng.fill(&mut block[..random]);
+    }
+    all
+}
+
+/// What a server says, for as long as it runs.
+fn listen(said: &mut BufReader<ChildStderr>) -> Arc<Mutex<String>> {
+    let child: ChildStderr = {
+        let fd = std::os::fd::AsFd::as_fd(said.get_ref()).try_clone_to_owned().expect("a descriptor");
+        fd.into()
+    };
+    let text = Arc::new(Mutex::new(String::new()));
+    let heard = text.clone();
+    thread::spawn(move || {
+        for line in BufReader::new(child).lines().map_while(Result::ok) {
+            *heard.lock().expect("nobody panics with it") += &(line + "\n");
+        }
+    });
+    text
+}
+
+/// Waits until the server has said something.
+#[track_caller]
+fn hears(text: &Mutex<String>, words: &str) {
+    let until = Instant::now() + PATIENCE;
+    while !text.lock().expect("nobody panics with it").contains(words) {
+        assert!(Instant::now() < until, "it does not say {words:?}: {}", text.lock().expect("as above"));
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// One block, past every cache.
+fn read_block(device: &File, block: usize, aligned: &mut [u8]) -> std::io::Result<()> {
+    device.read_exact_at(aligned, (block * BLOCK) as u64)
+}
+
+/// A block's worth of memory that direct input takes.
+fn with_aligned<T>(work: impl FnOnce(&mut [u8]) -> T) -> T {
+    let mut room = vec![0; 2 * BLOCK];
+    let at = room.as_ptr().align_offset(BLOCK);
+    work(&mut room[at..at + BLOCK])
+}
+
+/// Which blocks can be read; each of them must be as it was written.
+#[track_caller]
+fn readable(device: &Path, written: &[u8]) -> Vec<bool> {
+    let file = OpenOptions::new().read(true).custom_flags(O_DIRECT).open(device).expect("the device is there");
+    with_aligned(|block| {
+        (0..written.len() / BLOCK)
+            .map(|at| {
+                let read = read_block(&file, at, block);
+                assert!(read.is_err() || block == &written[at * BLOCK..][..BLOCK], "block {at} is another");
+                read.is_ok()
+            })
+            .collect()
+    })
+}
+
+/// The file behind a backing: it has no name, but its server has it open.
+fn nameless(server: &Server, name: &str) -> PathBuf {
+    let descriptors = fs::read_dir(format!("/proc/{}/fd", server.child.id())).expect("it runs");
+    let ends = format!("{name} (deleted)");
+    let found = descriptors
+        .map(|entry| entry.expect("it can be listed").path())
+        .find(|path| fs::read_link(path).is_ok_and(|to| to.to_string_lossy().ends_with(&ends)));
+    found.expect("the server has the file open")
+}
+
+fn nbdcopy(from: &str, to: &str) {
+    let output = Command::new("nbdcopy").args(["--", from, to]).output().expect("nbdcopy runs");
+    assert!(output.status.success(), "nbdcopy {from} {to}: {}", said(&output));
+}
+
+#[test]
+fn a_disk_of_many_times_its_servers_memory_keeps_its_contents() {
+    if !requires(&[Feature::Program("nbdcopy")]) {
+        return;
+    }
+    let server = Server::start(&["--memory", "24M"]);
+    let path = |name: &str| server.directory.path().join(name).display().to_string();
+    let create =
+        ["disk", "create", "--name", "d", "--size", "160M", "--transport", "nbd", "--backing", &path("backing")];
+    let at = server.ok(&create);
+    assert!(!Path::new(&path("backing")).exists(), "the file has a name still");
+    let written = contents(144 * MIB);
+    fs::write(path("in"), &written).expect("the scratch directory can be written to");
+    nbdcopy(&path("in"), at.trim());
+    nbdcopy(at.trim(), &path("out"));
+    assert!(fs::read(path("out")).expect("nbdcopy wrote it")[..written.len()] == written, "other bytes came back");
+
+    // What does not compress is out, and more than fits into memory; what is said adds up.
+    let stat = |name: &str| server.stat("d", name);
+    assert!(stat("mem_used_max") <= 24 << 20 && stat("bd_count") > 144 * 256 / 3, "{}", server.ok(&["show", "d"]));
+    assert!(stat("bd_writes") >= stat("bd_count") && stat("bd_reads") > 144 * 256 / 3);
+    assert_eq!((stat("bd_failed"), stat("failed_reads")), (0, 0));
+    let state: serde_json::Value = serde_json::from_str(&server.ok(&["show", "--json", "d"])).expect("JSON");
+    let of_backing = |name: &str| state["backing"][name].as_u64().unwrap_or_else(|| panic!("no {name} in {state}"));
+    assert_eq!(of_backing("live_bytes"), state["stats"]["bd_bytes"].as_u64().expect("a number"));
+    let room = of_backing("live_bytes") + of_backing("dead_bytes") + of_backing("free_bytes");
+    assert_eq!((room, &state["backing"]["health"]), (of_backing("capacity_bytes"), &"good".into()));
+    let ramzswap = server.ok(&["show", "--ramzswap", "d"]);
+    for name in ["BDevNumReads:", "BDevNumWrites:"] {
+        let line = ramzswap.lines().find(|line| line.starts_with(name)).expect("a line of ramzswap's");
+        let number: u64 = line.split_whitespace().nth(1).and_then(|number| number.parse().ok()).expect("a number");
+        assert!(number > 10_000, "{line}");
+    }
+    // All of the server, its code and its buffers too.
+    let status = fs::read_to_string(format!("/proc/{}/status", server.child.id())).expect("it runs");
+    let peak = status.lines().find(|line| line.starts_with("VmHWM")).expect("every process has it");
+    let peak_kib: u64 = peak.split_whitespace().nth(1).and_then(|number| number.parse().ok()).expect("a number");
+    assert!(peak_kib < 100 << 10, "{peak}");
+
+    // Emptied, its room comes back; nothing of it is left in the directory, or anywhere.
+    let file = nameless(&server, "backing");
+    server.ok(&["disk", "reset", "d"]);
+    let until = Instant::now() + PATIENCE;
+    let kib = || std::os::unix::fs::MetadataExt::blocks(&fs::metadata(&file).expect("it is open")) / 2;
+    while kib() > 8 << 10 {
+        assert!(Instant::now() < until, "{} KiB are not given back", kib());
+        thread::sleep(Duration::from_millis(20));
+    }
+    server.ok(&["disk", "rm", "d"]);
+    let left: Vec<_> = fs::read_dir(server.directory.path()).expect("it is there").collect();
+    assert!(left.iter().all(|entry| !entry.as_ref().expect("it can be listed").path().ends_with("backing")));
+    let until = Instant::now() + PATIENCE;
+    while file.exists() {
+        assert!(Instant::now() < until, "the file is open still");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Writes until it is refused, and returns how many blocks were taken.
+fn fill(device: &Path, written: &[u8]) -> usize {
+    let file = OpenOptions::new().write(true).custom_flags(O_DIRECT).open(device).expect("the device is there");
+    with_aligned(|block| {
+        (0..written.len() / BLOCK)
+            .position(|at| {
+                block.copy_from_slice(&written[at * BLOCK..][..BLOCK]);
+                let put = file.write_all_at(block, (at * BLOCK) as u64);
+                put.is_err_and(|error| {
+                    assert_eq!(error.raw_os_error(), Some(28), "{error}");
+                    true
+                })
+            })
+            .unwrap_or(written.len() / BLOCK)
+    })
+}
+
+#[test]
+fn a_full_backing_and_a_full_file_system_are_said_and_cost_nothing_that_was_taken() {
+    if !requires(&LOOP_DEVICE) {
+        return;
+    }
+    for full_file_system in [false, true] {
+        let small = scratch();
+        let small = small.path();
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", "size=16M", "tmpfs"]).arg(small);
+        let _mounted = full_file_system.then(|| {
+            assert!(mount.status().expect("mount runs").success());
+            Mounted(small.to_owned())
+        });
+        // After that: it has mounts of its own.
+        let mut server = Server::start(&["--memory", "8M"]);
+        let heard = listen(&mut server.said);
+        let backing = small.join("backing").display().to_string();
+        let max = if full_file_system { "1G" } else { "16M" };
+        let create = ["disk", "create", "--name", "d", "--size", "128M", "--transport", "loop", "--backing", &backing];
+        let at = server.ok(&[&create[..], &["--backing-max", max]].concat());
+        let (device, mut written) = (PathBuf::from(at.trim()), contents(64 * MIB));
+        // None of it compresses.
+        fastrand::Rng::with_seed(5).fill(&mut written);
+        let taken = fill(&device, &written);
+        // 8 MiB here and 16 there, but for tables, lists, and a batch that is kept for cleaning.
+        assert!((18..24).contains(&(taken * BLOCK / MIB)), "{taken} blocks were taken, {full_file_system}");
+        hears(&heard, "blocks of disk d stay in memory");
+        hears(&heard, if full_file_system { "full" } else { "the backing is full" });
+        assert!(server.ok(&["show", "d"]).contains("the backing is full"), "{}", server.ok(&["show", "d"]));
+        let reads = readable(&device, &written[..taken * BLOCK]);
+        assert!(reads.iter().all(|read| *read), "something that was taken cannot be read");
+        // Where something is discarded there is room again.
+        let discarded = Command::new("blkdiscard").args(["--length", "8M"]).arg(&device).status().expect("it runs");
+        assert!(discarded.success());
+        hears(&heard, "takes blocks again");
+        assert_eq!(fill(&device, &written[..4 * MIB]), 4 * MIB / BLOCK);
+        server.ok(&["disk", "rm", "d"]);
+    }
+}
+
+#[test]
+fn a_backing_that_somebody_truncates_or_scribbles_on_costs_errors_and_never_a_wrong_byte() {
+    if !requires(&LOOP_DEVICE) {
+        return;
+    }
+    for scribble in [false, true] {
+        let server = Server::start(&["--memory", "8M"]);
+        let backing = server.directory.path().join("backing").display().to_string();
+        let create = ["disk", "create", "--name", "d", "--size", "64M", "--transport", "loop", "--backing", &backing];
+        let device = PathBuf::from(server.ok(&create).trim());
+        let written = contents(48 * MIB);
+        assert_eq!(fill(&device, &written), written.len() / BLOCK);
+        assert!(readable(&device, &written).iter().all(|read| *read));
+        let file = OpenOptions::new().write(true).open(nameless(&server, "backing")).expect("root may");
+        let length = file.metadata().expect("it is open").len();
+        assert!(length > 16 << 20, "{length} bytes are out");
+        match scribble {
+            false => file.set_len(8 << 20).expect("it can be made shorter"),
+            true => {
+                (8 << 20..length).step_by(MIB).for_each(|at| file.write_all_at(&[0x5a; 300_000], at).expect("room"));
+            }
+        }
+        let reads = readable(&device, &written);
+        let lost = reads.iter().filter(|read| !**read).count();
+        assert!((500..10_000).contains(&lost), "{lost} blocks of {}", reads.len());
+        let (failed, count) = (server.stat("d", "bd_failed"), server.stat("d", "bd_count"));
+        assert!(failed >= lost as u64 && count >= lost as u64, "{failed} failed reads, {count} blocks out");
+        let shown = server.ok(&["show", "d"]);
+        assert!(shown.contains("backing errors"), "{shown}");
+        // What is written anew is right again, wherever it goes.
+        assert_eq!(fill(&device, &written), written.len() / BLOCK);
+        assert!(readable(&device, &written).iter().all(|read| *read), "not all is right after it was written anew");
+        server.ok(&["disk", "rm", "d"]);
+    }
+}
+
+#[test]
+fn a_backing_that_makes_no_sense_is_refused_with_the_reason_and_nothing_is_overwritten() {
+    let server = Server::start(&[]);
+    let path = |name: &str| server.directory.path().join(name).display().to_string();
+    fs::write(path("file"), "somebody's").expect("the scratch directory can be written to");
+    let create = |arguments: &[&'static str], backing: &str| -> Vec<String> {
+        let size = ["disk", "create", "--size", "64M", "--transport", "nbd", "--backing", backing];
+        size.iter().chain(arguments).map(ToString::to_string).collect()
+    };
+    let refuses = |arguments: &[&'static str], backing: &str, words: &[&str]| {
+        let line = create(arguments, backing);
+        server.refuses(&line.iter().map(String::as_str).collect::<Vec<_>>(), words);
+    };
+    refuses(&[], &path("file"), &["file is there already", "another"]);
+    refuses(&[], &path(""), &["is a directory"]);
+    refuses(&[], &path("nowhere/at/all"), &["cannot make the backing", "nowhere/at/all"]);
+    refuses(&["--backing-max", "1M", "--backing-batch", "1M"], &path("b"), &["four batches"]);
+    refuses(&["--backing-batch", "1K"], &path("b"), &["64K to 16M"]);
+    server.refuses(&["disk", "create", "--size", "64M", "--backing-max", "1M"], &["--backing"]);
+    assert_eq!(fs::read_to_string(path("file")).expect("it is there"), "somebody's");
+    assert!(!Path::new(&path("b")).exists() && server.ok(&["list"]).lines().count() == 1, "something was made");
+}
+
+#[test]
+fn a_device_is_a_backing_if_nothing_is_on_it_or_that_may_be_overwritten() {
+    if !requires(&LOOP_DEVICE) {
+        return;
+    }
+    // Its device is another disk's, on a server of its own.
+    let below = Server::start(&[]);
+    let device = below.ok(&["disk", "create", "--size", "32M", "--transport", "loop"]).trim().to_owned();
+    OpenOptions::new().write(true).open(&device).expect("root may").write_all_at(b"something", 700_000).expect("room");
+    let server = Server::start(&["--memory", "8M"]);
+    let create = ["disk", "create", "--name", "d", "--size", "64M", "--transport", "loop", "--backing", &device];
+    server.refuses(&create, &["there is something on", &device, "--backing-overwrite"]);
+    let at = server.ok(&[&create[..], &["--backing-overwrite"]].concat());
+    below.refuses(&["disk", "rm", "disk0"], &["in use"]);
+    let written = contents(24 * MIB);
+    assert_eq!(fill(Path::new(at.trim()), &written), written.len() / BLOCK);
+    assert!(readable(Path::new(at.trim()), &written).iter().all(|read| *read));
+    assert!(server.stat("d", "bd_count") > 1000);
+    server.ok(&["disk", "rm", "d"]);
+}
