@@ -24,8 +24,10 @@ const REFILL_WAITS: u32 = 125;
 const REFILL_WAIT: Duration = Duration::from_millis(2);
 /// How long a write waits while another thread has pages leave for the backing, before it looks again.
 const RECLAIM_WAIT: Duration = Duration::from_millis(1);
-/// So often in a row nothing could leave, and none was on its way, before a write is refused.
-const IDLE_MAX: u32 = 3;
+/// How often, and how long between, a write looks whether something has left, when this thread found nothing that could: what
+/// others have on its way may leave room yet.
+const IDLE_MAX: u32 = 25;
+const IDLE_WAIT: Duration = Duration::from_millis(10);
 /// As far as a stretch of data is followed in one answer: 256 MiB. The next question goes on from there.
 const DATA_BLOCKS_MAX: u64 = 1 << 16;
 
@@ -82,6 +84,7 @@ impl Disk {
                         if idle > IDLE_MAX {
                             return Err(error.into());
                         }
+                        thread::sleep(IDLE_WAIT);
                     }
                 }
                 Err(RunFailed { done: more, error: StoreError::MemoryRefused { .. } })
