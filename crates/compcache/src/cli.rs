@@ -42,9 +42,12 @@ pub enum Command {
         #[command(subcommand)]
         command: SwapCommand,
     },
+    Mount(MountArgs),
+    Umount(UmountArgs),
+    Remount(RemountArgs),
     /// The same as `compcache disk list`
     List(ListArgs),
-    /// The same as `compcache disk show`
+    /// Show all statistics of a disk, or of a mount
     Show(ShowArgs),
     Doctor(DoctorArgs),
     /// Print completions for a shell
@@ -297,6 +300,73 @@ pub struct SwapOffArgs {
     pub force: bool,
 }
 
+/// Show a file tree in another place, or over itself, with its pages kept compressed
+///
+/// Stays in the foreground and serves the mount until it is unmounted or a signal asks it to end, which it does unless the mount is in use.
+/// What is written goes to the files at the source; they are what they are on any file system when it has ended, however that was.
+#[derive(Args)]
+#[command(after_help = SIZE_NOTE)]
+pub struct MountArgs {
+    /// The tree
+    pub source: PathBuf,
+
+    /// The directory it is mounted on; may be the same
+    pub target: PathBuf,
+
+    /// The most memory that pages, tables and index take
+    #[arg(long, value_name = "SIZE", default_value = "10%")]
+    pub memory: Size,
+
+    /// lz4 is faster; zstd or zstd:LEVEL makes the pages smaller (levels 1 to 19 and -1 to -7; 1 if none is given)
+    #[arg(long, value_name = "CODEC", default_value = "lz4")]
+    pub codec: Codec,
+
+    /// Nobody changes the files but through this mount: what is kept of a file then outlives writes to it. If somebody does all the same, old
+    /// contents can be read
+    #[arg(long)]
+    pub exclusive: bool,
+
+    /// Other users may use it too, as the permissions of the files allow; for others than root, if /etc/fuse.conf has user_allow_other
+    #[arg(long)]
+    pub allow_other: bool,
+
+    /// Names and attributes are believed for so long, in seconds, before they are looked up again. More is faster; what changes behind the
+    /// mount is noticed that much later
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0, value_parser = seconds)]
+    pub remember: f64,
+}
+
+fn seconds(text: &str) -> anyhow::Result<f64> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.0..=86400.0).contains(&seconds) => Ok(seconds),
+        _ => bail!("write a number of seconds, at most 86400"),
+    }
+}
+
+/// End a mount of `compcache mount`, whether its server lives or was killed
+#[derive(Args)]
+pub struct UmountArgs {
+    /// Where it is mounted
+    pub target: PathBuf,
+}
+
+/// Change the limit and the codec of a mount while it is in use
+#[derive(Args)]
+#[command(after_help = SIZE_NOTE)]
+#[group(id = "settings", required = true, multiple = true, args = ["memory", "codec"])]
+pub struct RemountArgs {
+    /// Where it is mounted
+    pub target: PathBuf,
+
+    /// Its new limit; what does not fit any more is dropped
+    #[arg(long, value_name = "SIZE")]
+    pub memory: Option<Size>,
+
+    /// What it compresses from now on with; what it holds stays as it is
+    #[arg(long, value_name = "CODEC")]
+    pub codec: Option<Codec>,
+}
+
 /// List the disks
 #[derive(Args)]
 pub struct ListArgs {
@@ -314,7 +384,7 @@ pub struct ShowArgs {
     #[command(flatten)]
     pub server: ServerArgs,
 
-    /// Which disk
+    /// Which disk; or, with a slash in it, where a tree is mounted
     pub name: String,
 
     /// Under the names, and in the units, of ramzswap

@@ -14,6 +14,7 @@ use crate::cli::{
 };
 use crate::control::{At, BackingWanted, Change, Create, DiskState, Reply, Request, ask, default_socket};
 use crate::kernel::ram_bytes;
+use crate::mount;
 use crate::run::{STATUS_FAILED, say};
 use crate::size::Size;
 
@@ -38,8 +39,11 @@ pub fn list(args: &ListArgs) -> ExitCode {
     }))
 }
 
-/// All that is known of one disk.
+/// All that is known of one disk; or of a mount, which is a path.
 pub fn show(args: &ShowArgs) -> ExitCode {
+    if args.name.contains('/') {
+        return mount::show(args);
+    }
     ended(one_disk(&args.server, Request::Show { name: args.name.clone() }).map(|disk| match args {
         ShowArgs { json: true, .. } => json(&disk),
         ShowArgs { ramzswap: true, .. } => tables::ramzswap(&disk),
@@ -96,7 +100,7 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
 }
 
 /// Makes a file system on a device, and mounts it.
-fn file_system(device: &str, kind: &str, mount: Option<&Path>) -> anyhow::Result<()> {
+fn file_system(device: &str, kind: &str, mount_at: Option<&Path>) -> anyhow::Result<()> {
     if !device.starts_with("/dev/") {
         bail!(
             "there is no block device to make a file system on, for that needs root, and ublk, or FUSE and loop devices, here"
@@ -108,7 +112,7 @@ fn file_system(device: &str, kind: &str, mount: Option<&Path>) -> anyhow::Result
         _ => &[],
     };
     run(Command::new(format!("mkfs.{kind}")).args(quiet).arg(device))?;
-    match mount {
+    match mount_at {
         Some(directory) => run(Command::new("mount").arg(device).arg(directory)),
         None => Ok(()),
     }

@@ -8,6 +8,7 @@ mod control;
 mod disk;
 mod doctor;
 mod kernel;
+mod mount;
 mod pages;
 mod run;
 mod serve;
@@ -26,6 +27,9 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::serve(&args),
         Command::Disk { command } => disk::disk(command),
         Command::Swap { command } => swap::swap(command),
+        Command::Mount(args) => mount::mount(&args),
+        Command::Umount(args) => mount::umount(&args),
+        Command::Remount(args) => mount::remount(&args),
         Command::List(args) => disk::list(&args),
         Command::Show(args) => disk::show(&args),
         Command::Doctor(args) => doctor::doctor(&args),

@@ -14,6 +14,10 @@
 //! | `disk_backing.rs`  | a disk larger than memory keeps its contents in a file, and says what is wrong with that |
 //! | `disk_clients.rs`  | file systems, fio, stress-ng, git, tar, sqlite on such a disk find what they wrote       |
 //! | `nbd_client.rs`    | so does the kernel's NBD client, in an emulated machine                                  |
+//! | `mount.rs`         | a mount caches, notices what changes behind it, changes its limit, ends, and is cleaned up |
+//! | `mount_files.rs`   | files on it are arrays of bytes, through every way of writing and reading, from both sides |
+//! | `mount_clients.rs` | fio, stress-ng, git, tar, sqlite and a compiler on it find what they wrote                 |
+//! | `mount_posix.rs`   | a mounted tree answers as the tree itself, errno for errno                               |
 //! | `ublk_disks.rs`    | the same over ublk, in an emulated machine whose kernel has it                           |
 //!
 //! Each runs both ways of eviction. What a machine lacks is skipped, printed and counted (`COMPCACHE_REQUIRE_ALL=1`
@@ -35,6 +39,10 @@ mod disk_backing;
 mod disk_clients;
 mod disks;
 mod memory_tester;
+mod mount;
+mod mount_clients;
+mod mount_files;
+mod mount_posix;
 mod nbd_client;
 mod old_kernel;
 mod real_programs;

@@ -1,0 +1,293 @@
+//! Which page goes next: S3-FIFO.
+//!
+//! ```text
+//!   new page ---> small (a tenth) --- read again ---> main --- read again: once more round
+//!                   |                                  |
+//!                   +--- not read: goes, remembered    +--- not read since: goes
+//!                          as a ghost                 ^
+//!                                                     |
+//!   a page that is a ghost when it comes -------------+
+//! ```
+//!
+//! A scan through a large file passes through the small queue and leaves main as it was. Nothing is moved when a page is read; it is only
+//! counted, up to 3. Here "read" means read from the pool: that is when the kernel has dropped the page from its own cache and wanted it again, so one
+//! such read is a sign of reuse (in the paper the small queue asks for two, since there every access is seen).
+//!
+//! Example, 1000 pages: 100 may be in small. A page that comes when there are 150 in small makes the first of those go, or move to main if it was
+//! read; only when small has its tenth or less does main give one up.
+//!
+//! A page is a *place*: a number from 0, which is also its index in the pool. Places are used again; each use has another version. 28
+//! bytes a place. Arithmetic only: no lock, no pool.
+//!
+//! # Source
+//! J. Yang, Y. Zhang, Z. Qiu, Y. Yue, R. Vinayak: FIFO queues are all you need for cache eviction, SOSP 2023.
+
+/// No place.
+const NONE: u32 = u32::MAX;
+/// One of so many pages is in the small queue.
+const SMALL_SHARE: usize = 10;
+const READS_MAX: u8 = 3;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum State {
+    Free,
+    /// Given out, and in neither queue.
+    Taken,
+    Small,
+    Main,
+}
+
+struct Place {
+    file: u32,
+    page: u32,
+    /// Towards the page that came before.
+    older: u32,
+    newer: u32,
+    version: u32,
+    /// What the page takes in the pool.
+    bytes: u16,
+    reads: u8,
+    state: State,
+}
+
+#[derive(Clone, Copy)]
+struct Queue {
+    oldest: u32,
+    newest: u32,
+    length: usize,
+}
+
+impl Queue {
+    const EMPTY: Queue = Queue { oldest: NONE, newest: NONE, length: 0 };
+}
+
+/// A page that leaves.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Victim {
+    pub place: u32,
+    pub file: u32,
+    pub page: u32,
+    /// It was new: should it come again soon, it is no longer.
+    pub becomes_ghost: bool,
+}
+
+pub struct Queues {
+    places: Vec<Place>,
+    free: Vec<u32>,
+    small: Queue,
+    main: Queue,
+}
+
+impl Queues {
+    pub fn new() -> Queues {
+        Queues { places: Vec::new(), free: Vec::new(), small: Queue::EMPTY, main: Queue::EMPTY }
+    }
+
+    /// Pages in the queues.
+    pub fn length(&self) -> usize {
+        self.small.length + self.main.length
+    }
+
+    /// The memory it takes, in bytes.
+    pub fn bytes(&self) -> u64 {
+        (self.places.capacity() * size_of::<Place>() + self.free.capacity() * size_of::<u32>()) as u64
+    }
+
+    /// A place for a page that is being stored; `None` when there are four billion.
+    pub fn take(&mut self) -> Option<u32> {
+        let place = match self.free.pop() {
+            Some(place) => place,
+            None => {
+                let place = u32::try_from(self.places.len()).ok().filter(|place| *place != NONE)?;
+                let fresh = Place {
+                    file: 0,
+                    page: 0,
+                    older: NONE,
+                    newer: NONE,
+                    version: 0,
+                    bytes: 0,
+                    reads: 0,
+                    state: State::Free,
+                };
+                self.places.push(fresh);
+                place
+            }
+        };
+        self.places[place as usize].state = State::Taken;
+        Some(place)
+    }
+
+    /// The page at a place that was taken is stored: it is the newest of a queue.
+    pub fn admit(&mut self, place: u32, file: u32, page: u32, bytes: u16, to_main: bool) {
+        let state = if to_main { State::Main } else { State::Small };
+        let at = &mut self.places[place as usize];
+        (at.file, at.page, at.bytes, at.reads) = (file, page, bytes, 0);
+        self.push(place, state);
+    }
+
+    /// The page was read.
+    pub fn count_read(&mut self, place: u32) {
+        let at = &mut self.places[place as usize];
+        at.reads = (at.reads + 1).min(READS_MAX);
+    }
+
+    /// Tells one use of a place from another.
+    pub fn version(&self, place: u32) -> u32 {
+        self.places[place as usize].version
+    }
+
+    /// What the page takes in the pool, in bytes.
+    pub fn bytes_of(&self, place: u32) -> u16 {
+        self.places[place as usize].bytes
+    }
+
+    /// The page at a place is no more. The pool must have let go of it.
+    pub fn release(&mut self, place: u32) {
+        self.unlink(place);
+        let at = &mut self.places[place as usize];
+        at.state = State::Free;
+        at.version = at.version.wrapping_add(1);
+        self.free.push(place);
+    }
+
+    /// The page that is to go: out of its queue, the place still taken. `None` if there is no page.
+    pub fn next_victim(&mut self) -> Option<Victim> {
+        loop {
+            let from_small = self.small.length > self.length() / SMALL_SHARE || self.main.length == 0;
+            let place = if from_small { self.small.oldest } else { self.main.oldest };
+            if place == NONE {
+                return None;
+            }
+            self.unlink(place);
+            let at = &mut self.places[place as usize];
+            if at.reads == 0 {
+                return Some(Victim { place, file: at.file, page: at.page, becomes_ghost: from_small });
+            }
+            at.reads = if from_small { 0 } else { at.reads - 1 };
+            self.push(place, State::Main);
+        }
+    }
+
+    fn queue(&mut self, state: State) -> Option<&mut Queue> {
+        match state {
+            State::Small => Some(&mut self.small),
+            State::Main => Some(&mut self.main),
+            State::Free | State::Taken => None,
+        }
+    }
+
+    fn push(&mut self, place: u32, state: State) {
+        let Some(queue) = self.queue(state) else { return };
+        let before = queue.newest;
+        queue.newest = place;
+        queue.length += 1;
+        if before == NONE {
+            queue.oldest = place;
+        } else {
+            self.places[before as usize].newer = place;
+        }
+        let at = &mut self.places[place as usize];
+        (at.older, at.newer, at.state) = (before, NONE, state);
+    }
+
+    fn unlink(&mut self, place: u32) {
+        let at = &mut self.places[place as usize];
+        let (older, newer, state) = (at.older, at.newer, at.state);
+        at.state = State::Taken;
+        let Some(queue) = self.queue(state) else { return };
+        queue.length -= 1;
+        if older == NONE {
+            queue.oldest = newer;
+        }
+        if newer == NONE {
+            queue.newest = older;
+        }
+        if older != NONE {
+            self.places[older as usize].newer = newer;
+        }
+        if newer != NONE {
+            self.places[newer as usize].older = older;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn add(queues: &mut Queues, page: u32, to_main: bool) -> u32 {
+        let place = queues.take().unwrap();
+        queues.admit(place, 0, page, 1000, to_main);
+        place
+    }
+
+    fn evict(queues: &mut Queues) -> Victim {
+        let victim = queues.next_victim().unwrap();
+        queues.release(victim.place);
+        victim
+    }
+
+    #[test]
+    fn a_scan_leaves_what_was_read_again_in_place() {
+        let mut queues = Queues::new();
+        for page in 0..1000 {
+            let place = add(&mut queues, page, false);
+            if page < 500 {
+                queues.count_read(place);
+            }
+        }
+        for page in 1000..50_000 {
+            add(&mut queues, page, false);
+            assert!(evict(&mut queues).page >= 500, "page {page} of the scan pushed out one that was used");
+        }
+        assert_eq!(queues.length(), 1000);
+    }
+
+    #[test]
+    fn main_gives_up_first_what_was_not_read_since() {
+        let mut queues = Queues::new();
+        let places: Vec<u32> = (0..10).map(|page| add(&mut queues, page, true)).collect();
+        places.iter().step_by(2).for_each(|place| queues.count_read(*place));
+        let pages: Vec<u32> = (0..10).map(|_| evict(&mut queues).page).collect();
+        assert_eq!(pages, [1, 3, 5, 7, 9, 0, 2, 4, 6, 8]);
+        assert_eq!(queues.next_victim(), None);
+    }
+
+    #[test]
+    fn a_page_that_was_never_read_leaves_a_ghost_and_one_of_main_does_not() {
+        let mut queues = Queues::new();
+        add(&mut queues, 1, false);
+        assert!(evict(&mut queues).becomes_ghost);
+        add(&mut queues, 2, true);
+        assert!(!evict(&mut queues).becomes_ghost);
+    }
+
+    #[test]
+    fn queues_are_what_a_list_of_pages_is_under_random_use() {
+        let mut rng = fastrand::Rng::with_seed(7);
+        let (mut queues, mut there) = (Queues::new(), Vec::new());
+        for page in 0..20_000 {
+            match rng.u8(..10) {
+                0..5 => there.push(add(&mut queues, page, rng.bool())),
+                5..7 if !there.is_empty() => queues.count_read(there[rng.usize(..there.len())]),
+                7 if !there.is_empty() => {
+                    let place = there.swap_remove(rng.usize(..there.len()));
+                    let version = queues.version(place);
+                    queues.release(place);
+                    assert_ne!(queues.version(place), version);
+                }
+                _ if !there.is_empty() => {
+                    let victim = evict(&mut queues);
+                    there.remove(there.iter().position(|place| *place == victim.place).expect("it was there"));
+                }
+                _ => {}
+            }
+            assert_eq!(queues.length(), there.len());
+        }
+        while let Some(victim) = queues.next_victim() {
+            queues.release(victim.place);
+            there.retain(|place| *place != victim.place);
+        }
+        assert!(there.is_empty());
+    }
+}

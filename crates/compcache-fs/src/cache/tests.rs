@@ -1,0 +1,228 @@
+//! The cache is an array of pages for each file, or has not the page: never an old one.
+
+use super::*;
+
+const SIZE_BYTES: u64 = 1 << 20;
+
+fn id(file: u64) -> FileId {
+    FileId { dev: 1, ino: file }
+}
+
+fn stamp_of_version(version: u64) -> Stamp {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(SIZE_BYTES + version).unwrap();
+    crate::stamp::stamp_of(&crate::stamp::look(&file).unwrap())
+}
+
+/// What page `page` of version `version` of a file holds: compressible, and like no other.
+fn content(file: u64, page: u32, version: u64) -> Page {
+    let mut bytes = [0; 4096];
+    let mut rng = fastrand::Rng::with_seed(file << 48 ^ u64::from(page) << 20 ^ version);
+    rng.fill(&mut bytes[..700]);
+    bytes
+}
+
+fn incompressible(page: u32) -> Page {
+    let mut bytes = [0; 4096];
+    fastrand::Rng::with_seed(page.into()).fill(&mut bytes);
+    bytes
+}
+
+fn cache(limit_bytes: u64) -> (Cache, Worker) {
+    let cache = Cache::new(limit_bytes, Codec::Lz4).unwrap();
+    let worker = cache.worker().unwrap();
+    (cache, worker)
+}
+
+fn got(cache: &Cache, worker: &mut Worker, token: Token, page: u32) -> Option<Page> {
+    let (mut pages, mut found) = ([[0; 4096]], [false]);
+    cache.get(worker, token, page, &mut pages, &mut found);
+    found[0].then_some(pages[0])
+}
+
+#[test]
+fn a_page_is_found_as_it_was_until_the_file_looks_different() {
+    let (cache, mut worker) = cache(16 << 20);
+    let (old, new) = (stamp_of_version(1), stamp_of_version(2));
+    let token = cache.begin_read(id(1), old, true);
+    cache.put(&mut worker, token, 3, &[content(1, 3, 1)]);
+    let token = cache.begin_read(id(1), old, true);
+    assert_eq!(got(&cache, &mut worker, token, 3), Some(content(1, 3, 1)));
+    assert_eq!(got(&cache, &mut worker, token, 2), None);
+    let token = cache.begin_read(id(1), new, true);
+    assert_eq!(got(&cache, &mut worker, token, 3), None);
+    assert_eq!(cache.stats().pages_stored, 0);
+}
+
+#[test]
+fn what_a_read_took_before_or_during_a_write_is_not_kept() {
+    let (cache, mut worker) = cache(16 << 20);
+    let stamp = stamp_of_version(1);
+    let before = cache.begin_read(id(1), stamp, true);
+    let mut writing = cache.begin_write(id(1), (3, 4));
+    let during = cache.begin_read(id(1), stamp, true);
+    cache.put(&mut worker, before, 3, &[content(1, 3, 1)]);
+    writing.becomes(stamp);
+    drop(writing);
+    for token in [before, during] {
+        cache.put(&mut worker, token, 3, &[content(1, 3, 1)]);
+    }
+    let after = cache.begin_read(id(1), stamp, true);
+    assert_eq!(got(&cache, &mut worker, after, 3), None);
+    assert_eq!(cache.stats().puts, 0);
+}
+
+#[test]
+fn an_unsettled_stamp_keeps_nothing() {
+    let (cache, mut worker) = cache(16 << 20);
+    let token = cache.begin_read(id(1), stamp_of_version(1), false);
+    cache.put(&mut worker, token, 0, &[content(1, 0, 1)]);
+    assert_eq!(cache.stats().puts, 0);
+    assert_eq!(cache.stats().files, 0, "nor a record of the file");
+}
+
+#[test]
+fn a_write_that_is_known_to_be_the_only_change_leaves_other_pages_here() {
+    let (cache, mut worker) = cache(16 << 20);
+    let (old, new) = (stamp_of_version(1), stamp_of_version(2));
+    let token = cache.begin_read(id(1), old, true);
+    cache.put(&mut worker, token, 0, &[content(1, 0, 1), content(1, 1, 1), content(1, 2, 1)]);
+    let mut writing = cache.begin_write(id(1), (1, 2));
+    writing.becomes(new);
+    drop(writing);
+    let token = cache.begin_read(id(1), new, true);
+    assert_eq!(got(&cache, &mut worker, token, 0), Some(content(1, 0, 1)));
+    assert_eq!(got(&cache, &mut worker, token, 1), None);
+    assert_eq!(got(&cache, &mut worker, token, 2), Some(content(1, 2, 1)));
+}
+
+#[test]
+fn pages_that_do_not_compress_are_kept_when_they_come_again() {
+    let (cache, mut worker) = cache(16 << 20);
+    let stamp = stamp_of_version(1);
+    for round in 0..2 {
+        let token = cache.begin_read(id(1), stamp, true);
+        cache.put(&mut worker, token, 0, &[incompressible(0)]);
+        assert_eq!(cache.stats().puts, round);
+    }
+    assert_eq!(cache.stats().rejected_puts, 1);
+    let token = cache.begin_read(id(1), stamp, true);
+    assert_eq!(got(&cache, &mut worker, token, 0), Some(incompressible(0)));
+}
+
+#[test]
+fn memory_stays_within_the_limit_whatever_it_is_changed_to() {
+    let (cache, mut worker) = cache(8 << 20);
+    let stamp = stamp_of_version(1);
+    for (limit, pages) in [(8 << 20, 30_000), (3 << 20, 10_000), (0, 500), (12 << 20, 40_000)] {
+        cache.set_limit_bytes(limit);
+        cache.compact(&mut worker);
+        for page in 0..pages {
+            let token = cache.begin_read(id(1), stamp, true);
+            cache.put(&mut worker, token, page, &[content(1, page, 1)]);
+            if page % 256 == 0 {
+                cache.compact(&mut worker);
+            }
+            // What is kept while another limit is reached goes with compaction; below 2 MiB are tables that stay.
+            let used = cache.stats().mem_used_total;
+            assert!(used <= limit.max(2 << 20) || page < 256, "{used} of {limit} at page {page}");
+        }
+        let stats = cache.stats();
+        assert_eq!(stats.pages_stored == 0, limit == 0, "{stats:?}");
+        assert!(limit == 0 || stats.mem_used_total > limit / 2, "{stats:?} does not use its limit");
+    }
+}
+
+#[test]
+fn a_cache_is_an_array_of_pages_or_has_not_the_page() {
+    const FILES: u64 = 6;
+    const PAGES: u32 = 400;
+    let seed = compcache_testkit::seed::Seed::for_test("a_cache_is_an_array_of_pages_or_has_not_the_page");
+    let mut rng = seed.rng();
+    let (cache, mut worker) = cache(2 << 20);
+    let stamps: Vec<Stamp> = (0..200).map(stamp_of_version).collect();
+    let mut versions = [0u64; FILES as usize];
+    // Reads that have begun, with the version they took from below.
+    let mut begun: Vec<(u64, u32, u64, Token)> = Vec::new();
+    let mut hits = 0;
+    for _ in 0..60_000 {
+        let file = rng.u64(..FILES);
+        let version = versions[file as usize];
+        let page = (rng.f64() * rng.f64() * f64::from(PAGES)) as u32;
+        match rng.u32(..1000) {
+            0..500 => {
+                let token = cache.begin_read(id(file), stamps[version as usize], true);
+                match got(&cache, &mut worker, token, page) {
+                    Some(found) => {
+                        assert!(found == content(file, page, version), "file {file} page {page} version {version}");
+                        hits += 1;
+                    }
+                    None => begun.push((file, page, version, token)),
+                }
+            }
+            500..980 if !begun.is_empty() => {
+                let (file, page, version, token) = begun.swap_remove(rng.usize(..begun.len()));
+                cache.put(&mut worker, token, page, &[content(file, page, version)]);
+            }
+            980..990 if version < 199 => {
+                let writing = cache.begin_write(id(file), (0, PAGES.into()));
+                versions[file as usize] += 1;
+                drop(writing);
+            }
+            // Behind the mount: nobody tells.
+            990..995 if version < 199 => versions[file as usize] += 1,
+            995..998 => cache.drop_file(id(file)),
+            _ => cache.compact(&mut worker),
+        }
+    }
+    assert!(hits > 1000, "{hits} hits: too few to show anything");
+    (0..FILES).for_each(|file| cache.drop_file(id(file)));
+    let stats = cache.stats();
+    assert_eq!((stats.pages_stored, stats.files), (0, 0), "something is left: {stats:?}");
+    assert_eq!(cache.lock().charged_bytes, 0);
+}
+
+#[test]
+fn threads_that_read_and_write_one_file_find_no_page_older_than_the_last_write() {
+    use std::sync::atomic::AtomicU64;
+    const PAGES: u32 = 64;
+    let (cache, _) = cache(1 << 20);
+    // The file below: a version for each page. A write bumps all of them, between its begin and its end.
+    let below: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
+    let stamp = stamp_of_version(1);
+    std::thread::scope(|scope| {
+        let (cache, below) = (&cache, &below);
+        scope.spawn(move || {
+            for version in 1..400 {
+                let mut writing = cache.begin_write(id(1), (0, PAGES.into()));
+                below.iter().for_each(|page| page.store(version, Relaxed));
+                writing.becomes(stamp);
+                drop(writing);
+                std::thread::yield_now();
+            }
+        });
+        for reader in 0..3 {
+            scope.spawn(move || {
+                let mut worker = cache.worker().unwrap();
+                let mut rng = fastrand::Rng::with_seed(reader);
+                for _ in 0..20_000 {
+                    let page = rng.u32(..PAGES);
+                    let least = below[page as usize].load(Relaxed);
+                    let token = cache.begin_read(id(1), stamp, true);
+                    match got(cache, &mut worker, token, page) {
+                        // A write may have begun since; what is found is not from before the one that was over.
+                        Some(found) => {
+                            let now = below[page as usize].load(Relaxed);
+                            assert!((least.saturating_sub(1)..=now).any(|version| found == content(1, page, version)));
+                        }
+                        None => {
+                            let version = below[page as usize].load(Relaxed);
+                            cache.put(&mut worker, token, page, &[content(1, page, version)]);
+                        }
+                    }
+                }
+            });
+        }
+    });
+    assert!(cache.stats().succ_gets > 0, "{:?}", cache.stats());
+}

@@ -1,0 +1,112 @@
+//! Doing something below as the one who asked for it above.
+//!
+//! Who may do what is decided by the kernel above, which checks every operation as it does for any file system (`default_permissions`, ACLs
+//! included). What is left is whom a new file belongs to, and which bits it gets:
+//!
+//! | asked through a mount of | is done below with                                                                    |
+//! |--------------------------|---------------------------------------------------------------------------------------|
+//! | the asker's own          | what the thread is                                                                    |
+//! | root's, by another user  | his user and group, and the capabilities that let a checked operation through         |
+//!
+//! The umask is the asker's as well, so that the file system below decides between it and a directory's default ACL. Credentials
+//! belong to a thread in Linux; the umask does once a thread has let go of the process's (`unshare`). The thread is what it was
+//! before it takes the next request; if it cannot be, the process ends rather than serve with another's rights.
+
+use std::cell::Cell;
+use std::process::abort;
+
+use fuser::Request;
+use rustix::fs::Mode;
+use rustix::io::{self, Errno};
+use rustix::process::{Gid, Uid, getegid, geteuid, umask};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_thread_res_gid, set_thread_res_uid,
+};
+
+use crate::sys;
+
+/// What the kernel above has checked already.
+const CHECKED: CapabilitySet = CapabilitySet::DAC_OVERRIDE
+    .union(CapabilitySet::DAC_READ_SEARCH)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::FSETID)
+    .union(CapabilitySet::MKNOD);
+
+thread_local! {
+    static HAS_OWN_UMASK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Calls `make` so that what it makes is as if who asks had made it.
+pub fn as_caller<T>(request: &Request, mask: u32, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    own_umask()?;
+    umask(Mode::from_raw_mode(mask & 0o777));
+    let (uid, gid) = (request.uid(), request.gid());
+    if (uid, gid) == (geteuid().as_raw(), getegid().as_raw()) {
+        return make();
+    }
+    if uid == u32::MAX || gid == u32::MAX {
+        return Err(Errno::OVERFLOW);
+    }
+    let borrowed = Borrowed::take(Uid::from_raw(uid), Gid::from_raw(gid))?;
+    let made = make();
+    drop(borrowed);
+    made
+}
+
+/// Calls `change` without the right to keep set-user-ID and set-group-ID bits, so that the kernel below drops them as it
+/// would have for who asks.
+pub fn dropping_suid<T>(drops: bool, change: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    if !drops {
+        return change();
+    }
+    let before = capabilities(None)?;
+    if !before.effective.contains(CapabilitySet::FSETID) {
+        return change();
+    }
+    set_capabilities(None, CapabilitySets { effective: before.effective - CapabilitySet::FSETID, ..before })?;
+    let changed = change();
+    if set_capabilities(None, before).is_err() {
+        abort();
+    }
+    changed
+}
+
+fn own_umask() -> io::Result<()> {
+    if !HAS_OWN_UMASK.get() {
+        sys::own_umask()?;
+        HAS_OWN_UMASK.set(true);
+    }
+    Ok(())
+}
+
+/// Another's user and group, until dropped.
+struct Borrowed {
+    uid: Uid,
+    gid: Gid,
+}
+
+impl Borrowed {
+    fn take(uid: Uid, gid: Gid) -> io::Result<Borrowed> {
+        let own = Borrowed { uid: geteuid(), gid: getegid() };
+        let permitted = capabilities(None)?;
+        set_thread_res_gid(None, gid, None)?;
+        // Given back from here on.
+        set_thread_res_uid(None, uid, None)?;
+        let effective = permitted.permitted & CHECKED;
+        // Root's mount, or one that may be anybody: the permitted set is what it was, only the effective one was emptied.
+        if let Err(error) = set_capabilities(None, CapabilitySets { effective, ..permitted }) {
+            drop(own);
+            return Err(error);
+        }
+        Ok(own)
+    }
+}
+
+impl Drop for Borrowed {
+    fn drop(&mut self) {
+        let uid = set_thread_res_uid(None, self.uid, None);
+        if uid.and_then(|()| set_thread_res_gid(None, self.gid, None)).is_err() {
+            abort();
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Open files and directories, by the handle the kernel was given for each.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use fuser::{FileHandle, FileType};
+use rustix::io::{self, Errno};
+
+use crate::inodes::Node;
+
+/// An open file.
+pub struct OpenFile {
+    pub fd: OwnedFd,
+    pub node: Arc<Node>,
+    /// Opened for writing.
+    pub writes: bool,
+    /// Held by who uses the descriptor's position.
+    pub position: Mutex<()>,
+}
+
+/// A name in a directory, as it was read.
+pub struct Listed {
+    pub name: OsString,
+    pub ino: u64,
+    /// `None` where the file system below does not say.
+    pub kind: Option<FileType>,
+    /// Where the directory goes on after it.
+    pub next: u64,
+}
+
+/// How far an open directory has been read.
+#[derive(Default)]
+pub struct Listing {
+    /// Read, and not yet all given to the kernel.
+    pub batch: Vec<Listed>,
+    /// The first of `batch` that was not given.
+    pub given: usize,
+    /// Where that one is.
+    pub at: u64,
+}
+
+/// An open directory.
+pub struct OpenDirectory {
+    pub fd: OwnedFd,
+    pub node: Arc<Node>,
+    pub listing: Mutex<Listing>,
+}
+
+/// What is open.
+pub struct Handles<T> {
+    next: AtomicU64,
+    open: RwLock<HashMap<u64, Arc<T>>>,
+}
+
+impl<T> Handles<T> {
+    pub fn new() -> Handles<T> {
+        Handles { next: AtomicU64::new(1), open: RwLock::default() }
+    }
+
+    pub fn add(&self, opened: T) -> FileHandle {
+        let handle = self.next.fetch_add(1, Relaxed);
+        self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, Arc::new(opened));
+        FileHandle(handle)
+    }
+
+    pub fn get(&self, handle: FileHandle) -> io::Result<Arc<T>> {
+        self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned().ok_or(Errno::BADF)
+    }
+
+    /// Takes it out; it is closed when the last who uses it has done so.
+    pub fn remove(&self, handle: FileHandle) -> Option<Arc<T>> {
+        self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0)
+    }
+}

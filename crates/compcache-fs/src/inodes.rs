@@ -1,0 +1,329 @@
+//! The files that the kernel knows of: a number for each, and a descriptor that holds it.
+//!
+//! The kernel speaks of files by number, long after their names have changed. For each number it was given we keep a descriptor opened with
+//! O_PATH, which stands for the file itself: renaming, unlinking or replacing its name changes nothing, and the file system below cannot
+//! give its inode number to another file while we hold it. The kernel counts how often it was given a number and says when it forgets.
+//!
+//! **Numbers** are those below, so that `st_ino` is: on the device of the root the inode's own number; on others (a mount below the
+//! source) the number with the device's, counted as they are met, in its upper 16 bits; numbers that do not fit so, and number 1, which is
+//! the root's by the protocol, get one from a counter.
+//!
+//! | device | number below | number given        |
+//! |--------|--------------|---------------------|
+//! | root's | 1835009      | 1835009             |
+//! | second | 1835009      | 0x0001_0000001c0001 |
+//! | root's | 1            | 0xffff_000000000000 |
+//!
+//! **Room.** The kernel remembers every file it has met until it wants the memory, and a process has only so many descriptors. When half of them
+//! are taken, the names that were found first are handed to a thread that has the kernel forget them ([`Inodes::oldest`]); it keeps those that are
+//! in use, and says of the others that they are forgotten. Directories are left alone: something may be mounted on them.
+//!
+//! The idea of holding files by O_PATH is libfuse's `passthrough_ll`. One lock, held for a few map operations and never around a system call.
+
+use std::collections::{HashMap, VecDeque};
+use std::ffi::{OsStr, OsString};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use fuser::INodeNo;
+use rustix::fs::{CWD, FileType, Mode, OFlags, Statx, openat};
+use rustix::io::{self, Errno};
+
+use crate::stamp::{FileId, Stamp, id_of, look};
+
+const DEVICE_SHIFT: u32 = 48;
+/// Descriptors that are not for files the kernel knows.
+const SPARE: u64 = 256;
+/// How often, and for how long, a request waits for a descriptor.
+const ROOM_TRIES: u32 = 500;
+const ROOM_PAUSE: Duration = Duration::from_millis(2);
+/// Numbers that are nobody's below.
+const COUNTED: u64 = 0xffff << DEVICE_SHIFT;
+
+/// A file that the kernel knows.
+pub struct Node {
+    /// What the kernel calls it.
+    pub number: INodeNo,
+    pub id: FileId,
+    /// Opened with O_PATH: good for what takes a place in the tree, not for contents.
+    fd: OwnedFd,
+    /// Where it was last found, by parent and name.
+    found: Mutex<(INodeNo, OsString)>,
+    /// What the file was like when the kernel was last allowed to keep what it has of it.
+    pub kept: Mutex<Option<Stamp>>,
+}
+
+impl Node {
+    fn new(number: INodeNo, id: FileId, fd: OwnedFd, parent: INodeNo, name: &OsStr) -> Node {
+        let found = Mutex::new((parent, name.to_owned()));
+        Node { number, id, fd, found, kept: Mutex::new(None) }
+    }
+
+    /// What is known of the file now.
+    pub fn look(&self) -> io::Result<Statx> {
+        look(&self.fd)
+    }
+
+    /// The file's name in the directory of [`Inodes::reach`].
+    pub fn name(&self) -> String {
+        self.fd.as_raw_fd().to_string()
+    }
+
+    /// A path by which calls that take no descriptor reach the file, and no other.
+    pub fn path(&self) -> String {
+        format!("/proc/self/fd/{}", self.fd.as_raw_fd())
+    }
+}
+
+impl AsFd for Node {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+struct Known {
+    node: Arc<Node>,
+    /// How often the kernel was given the number, less how often it forgot it.
+    lookups: u64,
+}
+
+#[derive(Default)]
+struct Table {
+    by_number: HashMap<u64, Known>,
+    by_id: HashMap<FileId, u64>,
+    /// The root's first.
+    devices: Vec<u64>,
+    /// In the order they were met; some are forgotten already, or here twice.
+    met: VecDeque<u64>,
+}
+
+/// All of them.
+pub struct Inodes {
+    table: Mutex<Table>,
+    counted: AtomicU64,
+    /// `/proc/self/fd`, where every descriptor can be opened anew.
+    descriptors: OwnedFd,
+    root: Arc<Node>,
+    /// Above so many known files, some are to be forgotten.
+    crowded: usize,
+    /// Somebody has been told that there are too many.
+    told: AtomicBool,
+}
+
+impl Inodes {
+    /// The tree at `source`. To be called before anything is mounted over it.
+    pub fn new(source: &Path) -> io::Result<Inodes> {
+        let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let descriptors = openat(CWD, "/proc/self/fd", directory, Mode::empty())?;
+        let fd = openat(CWD, source, directory, Mode::empty())?;
+        let id = id_of(&look(&fd)?);
+        let root = Arc::new(Node::new(INodeNo::ROOT, id, fd, INodeNo::ROOT, OsStr::new("")));
+        let mut table = Table { devices: vec![id.dev], ..Table::default() };
+        table.by_id.insert(id, INodeNo::ROOT.0);
+        // Never forgotten.
+        table.by_number.insert(INodeNo::ROOT.0, Known { node: root.clone(), lookups: u64::MAX / 2 });
+        let room = allow_many_descriptors().saturating_sub(SPARE);
+        let crowded = usize::try_from(room / 2).unwrap_or(usize::MAX);
+        Ok(Inodes {
+            table: Mutex::new(table),
+            counted: AtomicU64::new(COUNTED),
+            descriptors,
+            root,
+            crowded,
+            told: AtomicBool::new(false),
+        })
+    }
+
+    pub fn root(&self) -> &Node {
+        &self.root
+    }
+
+    /// A file by the kernel's number.
+    pub fn get(&self, number: INodeNo) -> io::Result<Arc<Node>> {
+        let table = self.lock();
+        table.by_number.get(&number.0).map(|known| known.node.clone()).ok_or(Errno::STALE)
+    }
+
+    /// The file behind `fd`, opened with O_PATH and found under `name` in `parent`: that which the kernel knows already, or a new one. Counts as
+    /// given to the kernel.
+    pub fn give(&self, fd: OwnedFd, parent: INodeNo, name: &OsStr) -> io::Result<(Arc<Node>, Statx)> {
+        let stat = look(&fd)?;
+        let id = id_of(&stat);
+        let mut table = self.lock();
+        if let Some(number) = table.by_id.get(&id).copied()
+            && let Some(known) = table.by_number.get_mut(&number)
+        {
+            known.lookups += 1;
+            let node = known.node.clone();
+            drop(table);
+            *node.found.lock().unwrap_or_else(PoisonError::into_inner) = (parent, name.to_owned());
+            return Ok((node, stat));
+        }
+        let number = self.number(&mut table, id);
+        let is_directory = FileType::from_raw_mode(stat.stx_mode.into()).is_dir();
+        let node = Arc::new(Node::new(INodeNo(number), id, fd, parent, name));
+        table.by_id.insert(id, number);
+        table.by_number.insert(number, Known { node: node.clone(), lookups: 1 });
+        if !is_directory {
+            table.met.push_back(number);
+        }
+        Ok((node, stat))
+    }
+
+    /// How many files the kernel may be asked to forget.
+    pub fn count(&self) -> usize {
+        self.lock().met.len()
+    }
+
+    /// Whether some files are to be forgotten for others to have room.
+    pub fn is_crowded(&self) -> bool {
+        self.lock().by_number.len() > self.crowded
+    }
+
+    /// Whether it is to be told that there are too many files; once, until it [is heard](Inodes::heard).
+    pub fn is_to_be_told(&self) -> bool {
+        !self.told.swap(true, Relaxed)
+    }
+
+    /// Who was told begins to do something about it.
+    pub fn heard(&self) {
+        self.told.store(false, Relaxed);
+    }
+
+    /// The file that was met first of those that are known, by a name it had; it counts as met last from now on.
+    pub fn oldest(&self) -> Option<(INodeNo, OsString)> {
+        let mut table = self.lock();
+        for _ in 0..table.met.len() {
+            let number = table.met.pop_front()?;
+            if let Some(known) = table.by_number.get(&number) {
+                let node = known.node.clone();
+                table.met.push_back(number);
+                drop(table);
+                return Some(node.found.lock().unwrap_or_else(PoisonError::into_inner).clone());
+            }
+        }
+        None
+    }
+
+    /// Calls `open`, again if there is no descriptor to be had; calls `ask_for_room` before.
+    pub fn with_room<T>(&self, ask_for_room: impl Fn(), open: impl Fn() -> io::Result<T>) -> io::Result<T> {
+        for _ in 0..ROOM_TRIES {
+            match open() {
+                Err(Errno::MFILE) => {
+                    ask_for_room();
+                    thread::sleep(ROOM_PAUSE);
+                }
+                other => return other,
+            }
+        }
+        open()
+    }
+
+    /// The kernel forgets `count` of the times it was given a number.
+    pub fn forget(&self, number: INodeNo, count: u64) {
+        let mut table = self.lock();
+        let Some(known) = table.by_number.get_mut(&number.0) else { return };
+        known.lookups = known.lookups.saturating_sub(count);
+        if known.lookups > 0 {
+            return;
+        }
+        let gone = table.by_number.remove(&number.0);
+        if let Some(known) = &gone {
+            table.by_id.remove(&known.node.id);
+        }
+        drop(table);
+        // Closed only here, outside the lock.
+        drop(gone);
+    }
+
+    /// The number that programs are shown for a file, which may not be known yet. The root is number 1 to the kernel alone.
+    pub fn shown(&self, id: FileId) -> u64 {
+        let mut table = self.lock();
+        match table.by_id.get(&id) {
+            Some(number) if *number == INodeNo::ROOT.0 => id.ino,
+            Some(number) => *number,
+            None => self.number(&mut table, id),
+        }
+    }
+
+    /// Opens the file itself, for what its descriptor is not good for.
+    pub fn reach(&self, node: &Node, flags: OFlags) -> io::Result<OwnedFd> {
+        openat(&self.descriptors, node.name(), flags | OFlags::CLOEXEC, Mode::empty())
+    }
+
+    /// An O_PATH descriptor for a file that is open.
+    pub fn place_of(&self, open: &OwnedFd) -> io::Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        openat(&self.descriptors, open.as_raw_fd().to_string(), flags, Mode::empty())
+    }
+
+    fn number(&self, table: &mut Table, id: FileId) -> u64 {
+        let device = table.devices.iter().position(|dev| *dev == id.dev).unwrap_or_else(|| {
+            table.devices.push(id.dev);
+            table.devices.len() - 1
+        });
+        let fits = id.ino < 1 << DEVICE_SHIFT && device < 0xffff && id.ino > INodeNo::ROOT.0;
+        let number = (device as u64) << DEVICE_SHIFT | id.ino;
+        if fits { number } else { self.counted.fetch_add(1, Relaxed) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Lets the process hold as many files as it may, and returns how many: each that the kernel knows takes a descriptor.
+fn allow_many_descriptors() -> u64 {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    // If it may not be, the kernel is told to forget files earlier.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::*;
+
+    fn place(path: &Path) -> OwnedFd {
+        openat(CWD, path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty()).unwrap()
+    }
+
+    #[test]
+    fn a_file_has_its_own_number_until_it_was_forgotten_as_often_as_given() {
+        let directory = tempfile::tempdir().unwrap();
+        File::create(directory.path().join("a")).unwrap();
+        std::fs::hard_link(directory.path().join("a"), directory.path().join("b")).unwrap();
+        let inodes = Inodes::new(directory.path()).unwrap();
+        let (one, stat) = inodes.give(place(&directory.path().join("a")), INodeNo::ROOT, OsStr::new("a")).unwrap();
+        let (two, _) = inodes.give(place(&directory.path().join("b")), INodeNo::ROOT, OsStr::new("b")).unwrap();
+        assert!(Arc::ptr_eq(&one, &two), "two names, one file");
+        assert_eq!(one.number.0, stat.stx_ino);
+        assert_eq!(inodes.oldest(), Some((INodeNo::ROOT, "b".into())), "by the name it was found last");
+        inodes.forget(one.number, 1);
+        assert!(inodes.get(one.number).is_ok());
+        inodes.forget(one.number, 1);
+        assert_eq!(inodes.get(one.number).err(), Some(Errno::STALE));
+        assert_eq!(inodes.oldest(), None);
+        assert!(inodes.get(INodeNo::ROOT).is_ok(), "the root stays");
+    }
+
+    #[test]
+    fn the_root_is_number_one_and_another_file_of_that_number_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let inodes = Inodes::new(directory.path()).unwrap();
+        let mut table = Table { devices: vec![7], ..Table::default() };
+        assert_eq!(inodes.number(&mut table, FileId { dev: 7, ino: 99 }), 99);
+        assert_eq!(inodes.number(&mut table, FileId { dev: 8, ino: 99 }), 1 << 48 | 99);
+        assert_eq!(inodes.number(&mut table, FileId { dev: 7, ino: 1 }), COUNTED);
+        assert_eq!(inodes.number(&mut table, FileId { dev: 7, ino: 1 << 60 }), COUNTED + 1);
+        let (root, _) = inodes.give(place(directory.path()), INodeNo::ROOT, OsStr::new(".")).unwrap();
+        assert_eq!(root.number, INodeNo::ROOT);
+    }
+}

@@ -1,0 +1,43 @@
+//! A file tree over FUSE, whose pages are kept compressed in a pool: zcache, from user space.
+//!
+//! ```text
+//!    programs            open, read, write, mmap ... under TARGET
+//!       |
+//!    the kernel          checks permissions, keeps hot pages uncompressed
+//!       |  FUSE
+//!    tree ------- cache  what is asked, done below by one system call; pages from the pool, if nothing has changed
+//!       |
+//!    the files below     SOURCE, on any file system
+//! ```
+//!
+//! Every operation goes through to the tree at the source, and its answer is the answer (`tree.rs`). Pages that are read go to the pool behind the
+//! answer, and come from there when the kernel has dropped its own (`cache.rs`, `tree/reading.rs`). The source is held by a descriptor opened
+//! before anything is mounted, so that it may be the directory that is mounted over. Several users are served if the mount is root's
+//! (`caller.rs`).
+//!
+//! What is promised of it, and what FUSE does not allow, is in docs/semantics.md by number; why it is so, in docs/design/fs.md.
+//!
+//! # Lock order
+//! An open file's position is held around the call that uses it, and an open directory's listing around those that read it; inside of them, and of
+//! nothing else, one of these at a time: the table of inodes, the tables of handles, a node's name or stamp, the cache's index (inside of it, the
+//! store's own).
+
+// Lifted for sys.rs, which makes two system calls that no safe function makes.
+#![deny(unsafe_code)]
+
+mod cache;
+mod caller;
+mod error;
+mod handles;
+mod inodes;
+mod lower;
+mod mount;
+mod stamp;
+mod stats;
+#[allow(unsafe_code)]
+mod sys;
+mod tree;
+
+pub use error::FsError;
+pub use mount::{Mount, MountOptions, unmount};
+pub use stats::FsStats;

@@ -1,0 +1,90 @@
+//! Reading and writing the contents of a file below.
+//!
+//! The kernel keeps a file's pages for the mount above; kept once more for the file below, they would take twice the memory. So what is read
+//! below is let go of again: with `RWF_DONTCACHE` where kernel and file system have it (Linux 6.14; pages that others brought in stay), else
+//! by `posix_fadvise(POSIX_FADV_DONTNEED)` for the range that was read. Both go through the kernel's page cache below and see what others
+//! write there at any alignment, which direct I/O does not (docs/decisions/0023).
+//!
+//! Writes go to the page cache below and are written out when the kernel likes; an fsync waits for it and lets go of the pages.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::num::NonZeroU64;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use rustix::fs::{Advice, SeekFrom, fadvise, seek};
+use rustix::io::{self, Errno, ReadWriteFlags, pread, preadv2, pwrite, pwritev2};
+
+/// `RWF_DONTCACHE` of Linux 6.14.
+const DONT_CACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
+
+/// How files below are read.
+pub struct Lower {
+    /// Until the first file system says that it does not know it.
+    dont_cache: AtomicBool,
+}
+
+impl Lower {
+    pub fn new() -> Lower {
+        Lower { dont_cache: AtomicBool::new(true) }
+    }
+
+    /// Reads from `offset_bytes` on until `into` is full or the file ends; returns how much there was.
+    pub fn read(&self, file: impl AsFd, offset_bytes: u64, into: &mut [u8]) -> io::Result<usize> {
+        let mut done = 0;
+        while done < into.len() {
+            let read = match self.read_once(file.as_fd(), offset_bytes + done as u64, &mut into[done..]) {
+                Err(Errno::INTR) => continue,
+                // What came before the place that cannot be read is said first; whoever goes on there is told.
+                Err(error) if done == 0 => return Err(error),
+                Err(_) | Ok(0) => break,
+                Ok(read) => read,
+            };
+            done += read;
+        }
+        Ok(done)
+    }
+
+    fn read_once(&self, file: impl AsFd, offset_bytes: u64, into: &mut [u8]) -> io::Result<usize> {
+        if self.dont_cache.load(Relaxed) {
+            match preadv2(&file, &mut [IoSliceMut::new(into)], offset_bytes, DONT_CACHE) {
+                Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => self.dont_cache.store(false, Relaxed),
+                other => return other,
+            }
+        }
+        let read = pread(&file, &mut *into, offset_bytes)?;
+        if let Some(length) = NonZeroU64::new(read as u64) {
+            // Advice: where it is not taken, pages stay until the kernel wants them.
+            let _ = fadvise(&file, offset_bytes, Some(length), Advice::DontNeed);
+        }
+        Ok(read)
+    }
+}
+
+/// Writes all of `from` at `offset_bytes`, or as much as there is room for; an error only if nothing was written.
+pub fn write(file: impl AsFd, offset_bytes: u64, from: &[u8]) -> io::Result<usize> {
+    let mut done = 0;
+    while done < from.len() {
+        match pwrite(&file, &from[done..], offset_bytes + done as u64) {
+            Err(Errno::INTR) => {}
+            Err(error) if done == 0 => return Err(error),
+            Err(_) | Ok(0) => break,
+            Ok(written) => done += written,
+        }
+    }
+    Ok(done)
+}
+
+/// Writes `from` where the file ends at that moment, whoever else appends; returns how much, and where it begins.
+///
+/// The descriptor's position is used: nobody else may at the same time.
+pub fn append(file: impl AsFd, from: &[u8]) -> io::Result<(usize, u64)> {
+    let written = pwritev2(&file, &[IoSlice::new(from)], u64::MAX, ReadWriteFlags::APPEND)?;
+    let end = seek(&file, SeekFrom::Current(0))?;
+    Ok((written, end.saturating_sub(written as u64)))
+}
+
+/// Lets go of what the kernel keeps of the whole file below, as far as it is written out.
+pub fn let_go(file: impl AsFd) {
+    let _ = fadvise(file, 0, None, Advice::DontNeed);
+}

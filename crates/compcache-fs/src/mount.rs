@@ -1,0 +1,288 @@
+//! Mounting a tree, and ending it.
+
+use std::ffi::CString;
+use std::fs::{self, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::num::NonZeroUsize;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::Duration;
+
+use compcache_store::Codec;
+use fuser::{BackgroundSession, Config, MountOption, Notifier, Session, SessionACL};
+use rustix::fs::{StatVfsMountFlags, fstatvfs};
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, UnmountFlags, mount};
+use rustix::process::{geteuid, getgid, getuid};
+
+use crate::cache::Cache;
+use crate::error::FsError;
+use crate::inodes::Inodes;
+use crate::tree::{Notice, Parts, Tree};
+
+/// The node through which file systems are served.
+const DEVICE: &str = "/dev/fuse";
+/// What our mounts are called in the table of mounts.
+const KIND: &str = "fuse.compcache";
+/// Between two looks at whether there is something to compact.
+const BETWEEN_COMPACTIONS: Duration = Duration::from_millis(250);
+
+/// What is mounted where, and how.
+#[derive(Clone, Debug)]
+pub struct MountOptions {
+    /// The tree that is shown.
+    pub source: PathBuf,
+    /// Where; may be the source itself.
+    pub target: PathBuf,
+    /// Other users than the one who mounts may use it.
+    pub allow_other: bool,
+    /// The most memory that pages, tables and index take, in bytes.
+    pub memory_bytes: u64,
+    /// What pages are compressed with.
+    pub codec: Codec,
+    /// Nobody changes files of the source but through this mount. Then what is kept of a file outlives a write to it.
+    pub exclusive: bool,
+    /// How long the kernel may believe what it was told of names and attributes. Zero: it asks each time, and sees at once what changes
+    /// behind the mount.
+    pub remembered: Duration,
+    /// Requests served at the same time.
+    pub threads: NonZeroUsize,
+}
+
+impl MountOptions {
+    /// For the user alone, LZ4, remembering nothing, and two threads for each of at most 8 processors.
+    pub fn new(source: impl Into<PathBuf>, target: impl Into<PathBuf>, memory_bytes: u64) -> MountOptions {
+        let cpus = thread::available_parallelism().map_or(1, NonZeroUsize::get).min(8);
+        MountOptions {
+            source: source.into(),
+            target: target.into(),
+            allow_other: false,
+            memory_bytes,
+            codec: Codec::Lz4,
+            exclusive: false,
+            remembered: Duration::ZERO,
+            // Most of what a thread does is to wait for the file system below.
+            threads: NonZeroUsize::new(cpus * 2).unwrap_or(NonZeroUsize::MIN),
+        }
+    }
+}
+
+/// A mounted tree. Dropping it unmounts it if nobody uses it; if somebody does, requests fail from then on (ENOTCONN).
+pub struct Mount {
+    session: Option<BackgroundSession>,
+    target: PathBuf,
+}
+
+impl Mount {
+    /// Mounts, and serves until it is unmounted by whomever.
+    ///
+    /// The process must not use the mount itself while it serves it.
+    ///
+    /// # Errors
+    /// [`FsError`]; nothing is mounted.
+    pub fn new(options: &MountOptions) -> Result<Mount, FsError> {
+        let (source, target) = places(options)?;
+        let inodes = Inodes::new(&source);
+        let inodes = inodes.map_err(|error| FsError::Source { path: source.clone(), error: error.into() })?;
+        let inodes = Arc::new(inodes);
+        // What the source's own mount forbids, this one does too.
+        let limits = fstatvfs(inodes.root()).map_or(StatVfsMountFlags::empty(), |stat| stat.f_flag);
+        let (notices, heard) = channel();
+        let cache = Cache::new(options.memory_bytes, options.codec);
+        let cache = Arc::new(cache.map_err(|error| FsError::Memory { error })?);
+        let tree = Tree::new(Parts {
+            inodes: inodes.clone(),
+            cache: cache.clone(),
+            exclusive: options.exclusive,
+            remembered: options.remembered,
+            notices,
+        });
+        let session = connect(tree, options, &source, &target, limits);
+        let session = session.map_err(|error| FsError::Mount { path: target.clone(), error })?;
+        let notifier = session.notifier();
+        let started = thread::Builder::new().name("notices".into()).spawn(move || tell(&heard, &notifier, &inodes));
+        started.map_err(|error| FsError::Thread { error })?;
+        start_compaction(&cache)?;
+        let session = session.spawn().map_err(|error| FsError::Thread { error })?;
+        Ok(Mount { session: Some(session), target })
+    }
+
+    /// Where it is mounted.
+    pub fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// Unmounts it; [`Mount::wait`] then returns.
+    ///
+    /// # Errors
+    /// [`FsError::InUse`]: it goes on. [`FsError::Unmount`].
+    pub fn unmount(&self) -> Result<(), FsError> {
+        unmount(&self.target)
+    }
+
+    /// Returns when it is unmounted and every request was answered.
+    ///
+    /// # Errors
+    /// The connection to the kernel failed in another way than by being unmounted.
+    pub fn wait(mut self) -> io::Result<()> {
+        self.session.take().map_or(Ok(()), BackgroundSession::join)
+    }
+}
+
+/// Unmounts the tree at `target`, whether its server lives or not.
+///
+/// # Errors
+/// [`FsError::InUse`], [`FsError::Unmount`]; it is mounted still.
+pub fn unmount(target: &Path) -> Result<(), FsError> {
+    let path = target.to_owned();
+    match rustix::mount::unmount(target, UnmountFlags::NOFOLLOW) {
+        Ok(()) => Ok(()),
+        Err(Errno::BUSY) => Err(FsError::InUse { path }),
+        Err(Errno::PERM) => by_helper(target),
+        Err(error) => Err(FsError::Unmount { path, error: error.into() }),
+    }
+}
+
+/// For others than root.
+fn by_helper(target: &Path) -> Result<(), FsError> {
+    let path = target.to_owned();
+    let mut helper = Command::new("fusermount3");
+    let ended = helper.arg("-u").arg("--").arg(target).stdin(Stdio::null()).output();
+    let output = ended.map_err(|error| FsError::Unmount {
+        path: path.clone(),
+        error: io::Error::new(error.kind(), format!("the program fusermount3 (package fuse3) cannot be run: {error}")),
+    })?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    if said.contains("busy") {
+        return Err(FsError::InUse { path });
+    }
+    Err(FsError::Unmount { path, error: io::Error::other(said) })
+}
+
+/// Both places as they are called without links, if they can be used together.
+fn places(options: &MountOptions) -> Result<(PathBuf, PathBuf), FsError> {
+    let whole = |path: &Path| {
+        let path = fs::canonicalize(path)?;
+        if fs::metadata(&path)?.is_dir() { Ok(path) } else { Err(io::Error::from(ErrorKind::NotADirectory)) }
+    };
+    let named = |error: io::Error, path: &Path| match error.raw_os_error() {
+        Some(code) if code == Errno::NOTCONN.raw_os_error() => FsError::Dead { path: path.to_owned() },
+        _ => FsError::Target { path: path.to_owned(), error },
+    };
+    let target = whole(&options.target).map_err(|error| named(error, &options.target))?;
+    let source = whole(&options.source).map_err(|error| FsError::Source { path: options.source.clone(), error })?;
+    if target != source && target.starts_with(&source) {
+        return Err(FsError::Inside { target, origin: source });
+    }
+    Ok((source, target))
+}
+
+/// Mounts, and agrees with the kernel on how it is served.
+fn connect(
+    tree: Tree,
+    options: &MountOptions,
+    source: &Path,
+    target: &Path,
+    limits: StatVfsMountFlags,
+) -> io::Result<Session<Tree>> {
+    let mut config = Config::default();
+    config.n_threads = Some(options.threads.get());
+    config.clone_fd = true;
+    config.acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
+    if !geteuid().is_root() {
+        config.mount_options = helper_options(source, limits);
+        return Session::new(tree, target, &config);
+    }
+    let device = OpenOptions::new().read(true).write(true).open(DEVICE)?;
+    let device = OwnedFd::from(device);
+    let mut how = format!(
+        "fd={},rootmode=40000,user_id={},group_id={},default_permissions",
+        device.as_raw_fd(),
+        getuid().as_raw(),
+        getgid().as_raw()
+    );
+    if options.allow_other {
+        how += ",allow_other";
+    }
+    let how = CString::new(how)?;
+    mount(source, target, KIND, flags(limits), how.as_c_str())?;
+    Session::from_fd(tree, device, config.acl, config).inspect_err(|_| {
+        let _ = rustix::mount::unmount(target, UnmountFlags::DETACH);
+    })
+}
+
+/// The flags of a mount that forbids the same.
+fn flags(limits: StatVfsMountFlags) -> MountFlags {
+    let pairs = [
+        (StatVfsMountFlags::RDONLY, MountFlags::RDONLY),
+        (StatVfsMountFlags::NOEXEC, MountFlags::NOEXEC),
+        (StatVfsMountFlags::NOSUID, MountFlags::NOSUID),
+        (StatVfsMountFlags::NODEV, MountFlags::NODEV),
+    ];
+    pairs
+        .into_iter()
+        .filter(|(limit, _)| limits.contains(*limit))
+        .fold(MountFlags::empty(), |all, (_, flag)| all | flag)
+}
+
+/// The same for fusermount3, which forbids devices and set-user-ID programs by itself.
+fn helper_options(source: &Path, limits: StatVfsMountFlags) -> Vec<MountOption> {
+    let name = source.to_string_lossy().into_owned();
+    // A comma would begin another option.
+    let name = if name.contains([',', '\\']) { "compcache".to_owned() } else { name };
+    let either = |limit, on, off| if limits.contains(limit) { on } else { off };
+    vec![
+        MountOption::FSName(name),
+        MountOption::Subtype("compcache".into()),
+        MountOption::DefaultPermissions,
+        either(StatVfsMountFlags::RDONLY, MountOption::RO, MountOption::RW),
+        either(StatVfsMountFlags::NOEXEC, MountOption::NoExec, MountOption::Exec),
+    ]
+}
+
+/// What was dropped leaves spans half empty; now and then they are emptied, as long as there is a cache.
+fn start_compaction(cache: &Arc<Cache>) -> Result<(), FsError> {
+    let mut worker = cache.worker().map_err(|error| FsError::Memory { error })?;
+    let cache = Arc::downgrade(cache);
+    let compact = move || {
+        while let Some(cache) = cache.upgrade() {
+            cache.compact(&mut worker);
+            drop(cache);
+            thread::sleep(BETWEEN_COMPACTIONS);
+        }
+    };
+    let started = thread::Builder::new().name("compaction".into()).spawn(compact);
+    started.map(drop).map_err(|error| FsError::Thread { error })
+}
+
+/// Tells the kernel what it must hear. Not done by a thread that serves: the kernel may wait for a request meanwhile.
+fn tell(notices: &Receiver<Notice>, notifier: &Notifier, inodes: &Inodes) {
+    while let Ok(notice) = notices.recv() {
+        match notice {
+            // A file that the kernel does not know any more needs nothing.
+            Notice::Outdated(number) => drop(notifier.inval_inode(number, 0, 0)),
+            Notice::Crowded => {
+                inodes.heard();
+                make_room(notifier, inodes);
+            }
+        }
+    }
+}
+
+/// Has the kernel forget names, from the one met first on, until it knows few enough files, or was asked for all of them.
+fn make_room(notifier: &Notifier, inodes: &Inodes) {
+    for _ in 0..inodes.count() {
+        if !inodes.is_crowded() {
+            return;
+        }
+        let Some((parent, name)) = inodes.oldest() else { return };
+        let _ = notifier.inval_entry(parent, &name);
+    }
+}

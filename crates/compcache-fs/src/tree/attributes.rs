@@ -1,0 +1,101 @@
+//! What is known of a file, and changing it.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use fuser::{FileAttr, FileHandle, INodeNo, Request, TimeOrNow};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, Timespec, Timestamps, chmodat, chownat, ftruncate, utimensat};
+use rustix::io;
+use rustix::process::{Gid, Uid};
+
+use super::Tree;
+use crate::caller::dropping_suid;
+use crate::inodes::Node;
+use crate::stamp::{attributes, look};
+
+/// utimensat(2): the time of the call, or the time there is.
+const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0x3fff_ffff };
+const AS_IT_IS: Timespec = Timespec { tv_sec: 0, tv_nsec: 0x3fff_fffe };
+
+/// What is to be changed.
+pub struct Changes {
+    pub mode: Option<u32>,
+    pub uid: Option<u32>,
+    pub gid: Option<u32>,
+    pub size_bytes: Option<u64>,
+    pub accessed: Option<TimeOrNow>,
+    pub modified: Option<TimeOrNow>,
+}
+
+impl Tree {
+    pub fn attributes_of(&self, number: INodeNo, handle: Option<FileHandle>) -> io::Result<FileAttr> {
+        // A file that was opened is asked itself: its node may be one the kernel has just forgotten.
+        let stat = match handle.and_then(|handle| self.files.get(handle).ok()) {
+            Some(open) => look(&open.fd)?,
+            None => self.inodes.get(number)?.look()?,
+        };
+        Ok(self.shown(&stat, number))
+    }
+
+    /// As programs see it: the kernel's number, but that of the root below.
+    pub fn shown(&self, stat: &Statx, number: INodeNo) -> FileAttr {
+        attributes(stat, if number == INodeNo::ROOT { INodeNo(stat.stx_ino) } else { number })
+    }
+
+    pub fn change(
+        &self,
+        request: &Request,
+        number: INodeNo,
+        handle: Option<FileHandle>,
+        changes: &Changes,
+    ) -> io::Result<FileAttr> {
+        let node = self.inodes.get(number)?;
+        if let Some(mode) = changes.mode {
+            chmodat(CWD, node.path(), Mode::from_raw_mode(mode), AtFlags::empty())?;
+        }
+        if changes.uid.is_some() || changes.gid.is_some() {
+            let (owner, group) = (changes.uid.map(Uid::from_raw), changes.gid.map(Gid::from_raw));
+            chownat(&node, c"", owner, group, AtFlags::EMPTY_PATH)?;
+        }
+        if let Some(size_bytes) = changes.size_bytes {
+            self.cut(request, &node, handle, size_bytes)?;
+        }
+        if changes.accessed.is_some() || changes.modified.is_some() {
+            let times =
+                Timestamps { last_access: timespec(changes.accessed), last_modification: timespec(changes.modified) };
+            utimensat(CWD, node.path(), &times, AtFlags::empty())?;
+        }
+        Ok(self.shown(&node.look()?, number))
+    }
+
+    /// Gives a file another length.
+    fn cut(&self, request: &Request, node: &Node, handle: Option<FileHandle>, size_bytes: u64) -> io::Result<()> {
+        let open = handle.and_then(|handle| self.files.get(handle).ok()).filter(|open| open.writes);
+        // Whoever may not keep these bits is not told by fuser; root alone is taken to be allowed.
+        let cut = || match &open {
+            Some(open) => ftruncate(&open.fd, size_bytes),
+            None => ftruncate(self.inodes.reach(node, OFlags::WRONLY | OFlags::NONBLOCK)?, size_bytes),
+        };
+        // Also the page that the end was in before: what it held behind that was zeroes, and may be shown now.
+        let before = node.look()?.stx_size;
+        dropping_suid(request.uid() != 0, || self.writing(node, (size_bytes.min(before), u64::MAX), cut))
+    }
+}
+
+fn timespec(time: Option<TimeOrNow>) -> Timespec {
+    match time {
+        None => AS_IT_IS,
+        Some(TimeOrNow::Now) => NOW,
+        Some(TimeOrNow::SpecificTime(time)) => exact(time),
+    }
+}
+
+/// The time as the kernel sent it. Before 1970 fuser counts the fraction backwards as well as the seconds; so is it undone.
+fn exact(time: SystemTime) -> Timespec {
+    match time.duration_since(UNIX_EPOCH) {
+        Ok(after) => Timespec { tv_sec: after.as_secs() as i64, tv_nsec: after.subsec_nanos().into() },
+        Err(before) => {
+            let before = before.duration();
+            Timespec { tv_sec: 0i64.wrapping_sub(before.as_secs() as i64), tv_nsec: before.subsec_nanos().into() }
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! What is in files.
+
+use std::ffi::OsStr;
+use std::mem;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use fuser::{FileHandle, FopenFlags, INodeNo, OpenFlags, Request, WriteFlags};
+use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fsync, openat, seek};
+use rustix::io::{self, Errno};
+
+use super::names::Made;
+use super::{Notice, Tree};
+use crate::caller::{as_caller, dropping_suid};
+use crate::handles::OpenFile;
+use crate::inodes::Node;
+use crate::stamp::{look, now, stamp_of};
+use crate::{lower, sys};
+
+const PAGE: u64 = 4096;
+/// What `ReplyWrite` can say at most, in whole pages.
+const COPY_BYTES_MAX: u64 = 0x7fff_f000;
+
+/// lseek(2).
+const SEEK_DATA: i32 = 3;
+const SEEK_HOLE: i32 = 4;
+
+impl Tree {
+    pub fn open_file(&self, number: INodeNo, flags: OpenFlags) -> io::Result<(FileHandle, FopenFlags)> {
+        let node = self.inodes.get(number)?;
+        let fd = self.with_room(|| self.inodes.reach(&node, flags_below(flags)))?;
+        Ok(self.opened(fd, node, flags))
+    }
+
+    pub fn create_file(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        flags: OpenFlags,
+    ) -> io::Result<(Made, FileHandle, FopenFlags)> {
+        let parent = self.inodes.get(parent)?;
+        let how = flags_below(flags)
+            | OFlags::CREATE
+            | OFlags::NOFOLLOW
+            | OFlags::CLOEXEC
+            | OFlags::from_bits_retain(flags.0 as u32) & (OFlags::EXCL | OFlags::TRUNC);
+        let mode = Mode::from_raw_mode(mode);
+        let fd = self.with_room(|| as_caller(request, umask, || openat(&parent, name, how, mode)))?;
+        // From the descriptor, not by name: that may be another's by now.
+        let made = self.made(self.with_room(|| self.inodes.place_of(&fd))?, &parent, name)?;
+        let (handle, how) = self.opened(fd, made.node.clone(), flags);
+        Ok((made, handle, how))
+    }
+
+    fn opened(&self, fd: OwnedFd, node: Arc<Node>, flags: OpenFlags) -> (FileHandle, FopenFlags) {
+        let writes = OFlags::from_bits_retain(flags.0 as u32) & OFlags::RWMODE != OFlags::RDONLY;
+        // Who only reads has nothing to be told at the end.
+        let mut how = if writes { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
+        how.set(FopenFlags::FOPEN_KEEP_CACHE, self.may_keep(&fd, &node));
+        (self.files.add(OpenFile { fd, node, writes, position: Mutex::new(()) }), how)
+    }
+
+    /// Whether the file is what it was when the kernel was last told so: then it may keep what it has of it.
+    fn may_keep(&self, fd: &OwnedFd, node: &Node) -> bool {
+        let stamp = look(fd).map(|stat| stamp_of(&stat)).ok();
+        let stamp = stamp.filter(|stamp| self.exclusive || stamp.is_settled(now()));
+        let before = mem::replace(&mut *node.kept.lock().unwrap_or_else(PoisonError::into_inner), stamp);
+        stamp.is_some() && stamp == before
+    }
+
+    /// Calls `change`, which writes the bytes from .. to of a file; nothing older of them is kept, here or by reads under way.
+    ///
+    /// What else is kept of the file goes with the next look at it, since it then has another stamp; only if nobody else can have changed it in
+    /// the meantime, it stays.
+    pub fn writing<T>(&self, node: &Node, bytes: (u64, u64), change: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        let mut writing = self.cache.begin_write(node.id, (bytes.0 / PAGE, bytes.1.div_ceil(PAGE)));
+        let changed = change();
+        if self.exclusive
+            && let Ok(stat) = node.look()
+        {
+            let stamp = stamp_of(&stat);
+            writing.becomes(stamp);
+            let mut kept = node.kept.lock().unwrap_or_else(PoisonError::into_inner);
+            *kept = kept.map(|_| stamp);
+        }
+        changed
+    }
+
+    pub fn write_file(
+        &self,
+        handle: FileHandle,
+        offset_bytes: u64,
+        from: &[u8],
+        how: WriteFlags,
+        flags: OpenFlags,
+    ) -> io::Result<usize> {
+        let open = self.files.get(handle)?;
+        // Pages that are written back have their place; their flags are nobody's.
+        let appends = flags.0 as u32 & OFlags::APPEND.bits() != 0 && !how.contains(WriteFlags::FUSE_WRITE_CACHE);
+        dropping_suid(how.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID), || {
+            if !appends {
+                let bytes = (offset_bytes, offset_bytes.saturating_add(from.len() as u64));
+                return self.writing(&open.node, bytes, || lower::write(&open.fd, offset_bytes, from));
+            }
+            let _alone = open.position.lock().unwrap_or_else(PoisonError::into_inner);
+            // Where the end is then is not known before; it is not before the end now.
+            let end = look(&open.fd)?.stx_size;
+            let (written, began) = self.writing(&open.node, (end, u64::MAX), || lower::append(&open.fd, from))?;
+            if began != offset_bytes {
+                // Somebody made the file longer behind the mount; what the kernel keeps is in the wrong place.
+                self.tell(Notice::Outdated(open.node.number));
+            }
+            Ok(written)
+        })
+    }
+
+    pub fn close_report(&self, handle: FileHandle) -> io::Result<()> {
+        let open = self.files.get(handle)?;
+        if open.writes { sys::close_report(&open.fd) } else { Ok(()) }
+    }
+
+    /// When it returns, the file below has it where its file system puts it; what was kept there for writing is let go of.
+    pub fn sync_file(&self, handle: FileHandle, data_alone: bool) -> io::Result<()> {
+        let open = self.files.get(handle)?;
+        if data_alone {
+            fdatasync(&open.fd)?
+        } else {
+            fsync(&open.fd)?
+        }
+        lower::let_go(&open.fd);
+        Ok(())
+    }
+
+    pub fn allocate(
+        &self,
+        request: &Request,
+        handle: FileHandle,
+        offset_bytes: u64,
+        length_bytes: u64,
+        mode: i32,
+    ) -> io::Result<()> {
+        let open = self.files.get(handle)?;
+        let mode = FallocateFlags::from_bits_retain(mode as u32);
+        let bytes = (offset_bytes, offset_bytes.saturating_add(length_bytes));
+        let allocate = || fallocate(&open.fd, mode, offset_bytes, length_bytes);
+        dropping_suid(request.uid() != 0, || self.writing(&open.node, bytes, allocate))
+    }
+
+    pub fn copy_range(
+        &self,
+        request: &Request,
+        from: (FileHandle, u64),
+        to: (FileHandle, u64),
+        length_bytes: u64,
+    ) -> io::Result<usize> {
+        let (source, target) = (self.files.get(from.0)?, self.files.get(to.0)?);
+        let (mut from, mut to) = (from.1, to.1);
+        let length = length_bytes.min(COPY_BYTES_MAX) as usize;
+        let bytes = (to, to.saturating_add(length as u64));
+        let copy = || copy_file_range(&source.fd, Some(&mut from), &target.fd, Some(&mut to), length);
+        dropping_suid(request.uid() != 0, || self.writing(&target.node, bytes, copy))
+    }
+
+    /// Where the next data or hole is; the kernel asks for nothing else.
+    pub fn seek_file(&self, handle: FileHandle, offset: i64, whence: i32) -> io::Result<u64> {
+        let open = self.files.get(handle)?;
+        let offset = u64::try_from(offset).map_err(|_| Errno::NXIO)?;
+        let _alone = open.position.lock().unwrap_or_else(PoisonError::into_inner);
+        match whence {
+            SEEK_DATA => seek(&open.fd, SeekFrom::Data(offset)),
+            SEEK_HOLE => seek(&open.fd, SeekFrom::Hole(offset)),
+            _ => Err(Errno::INVAL),
+        }
+    }
+}
+
+/// How a file is opened below. Appending is said with each write, direct I/O is the kernel's affair above, and the rest
+/// concerns names, or waiting, which regular files do not.
+fn flags_below(flags: OpenFlags) -> OFlags {
+    let kept = OFlags::RWMODE | OFlags::SYNC | OFlags::DSYNC | OFlags::NOATIME;
+    OFlags::from_bits_retain(flags.0 as u32) & kept | OFlags::CLOEXEC
+}

@@ -1,0 +1,139 @@
+//! Opening and listing directories.
+//!
+//! The kernel asks for names from a place on, and has room for so many; the place is the one that the file system below gave with the
+//! name before. What was read below and found no room is kept for the next request, which mostly goes on there.
+
+use std::ffi::OsStr;
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::PoisonError;
+
+use fuser::{FileHandle, FileType, FopenFlags, Generation, INodeNo, ReplyDirectory, ReplyDirectoryPlus};
+use rustix::fs::{OFlags, RawDir, SeekFrom, fdatasync, fsync, seek};
+use rustix::io;
+
+use super::{Tree, errno};
+use crate::handles::{Listed, Listing, OpenDirectory};
+use crate::stamp::FileId;
+
+/// Read below at once.
+const BATCH_BYTES: usize = 32 << 10;
+
+impl Tree {
+    pub fn open_directory(&self, number: INodeNo) -> io::Result<(FileHandle, FopenFlags)> {
+        let node = self.inodes.get(number)?;
+        let fd = self.with_room(|| self.inodes.reach(&node, OFlags::RDONLY | OFlags::DIRECTORY))?;
+        let opened = OpenDirectory { fd, node, listing: Listing::default().into() };
+        Ok((self.directories.add(opened), FopenFlags::empty()))
+    }
+
+    pub fn sync_directory(&self, handle: FileHandle, data_alone: bool) -> io::Result<()> {
+        let open = self.directories.get(handle)?;
+        if data_alone { fdatasync(&open.fd) } else { fsync(&open.fd) }
+    }
+
+    pub fn list(&self, handle: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+        let listed = self.each_name(handle, offset, |open, listed| {
+            let id = FileId { dev: open.node.id.dev, ino: listed.ino };
+            let number = INodeNo(self.inodes.shown(id));
+            let kind = listed.kind.or_else(|| self.kind_of(open, &listed.name)).unwrap_or(FileType::RegularFile);
+            !reply.add(number, listed.next, kind, &listed.name)
+        });
+        match listed {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(errno(error)),
+        }
+    }
+
+    pub fn list_with_attributes(&self, handle: FileHandle, offset: u64, mut reply: ReplyDirectoryPlus) {
+        let listed = self.each_name(handle, offset, |open, listed| {
+            // The kernel takes no note of the file behind these two.
+            if listed.name == "." || listed.name == ".." {
+                let Ok(stat) = open.node.look() else { return true };
+                let shown = self.shown(&stat, open.node.number);
+                return !reply.add(shown.ino, listed.next, &listed.name, &self.remembered, &shown, Generation(0));
+            }
+            // Gone in the meantime.
+            let Ok(made) = self.find_in(&open.node, &listed.name) else { return true };
+            let shown = made.attributes();
+            let generation = Generation(made.generation());
+            let full = reply.add(shown.ino, listed.next, &listed.name, &self.remembered, &shown, generation);
+            if full {
+                self.inodes.forget(made.node.number, 1);
+            }
+            !full
+        });
+        match listed {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(errno(error)),
+        }
+    }
+
+    /// Calls `give` with the names from `offset` on, until it has no room for one.
+    fn each_name(
+        &self,
+        handle: FileHandle,
+        offset: u64,
+        mut give: impl FnMut(&OpenDirectory, &Listed) -> bool,
+    ) -> io::Result<()> {
+        let open = self.directories.get(handle)?;
+        let mut listing = open.listing.lock().unwrap_or_else(PoisonError::into_inner);
+        if offset != listing.at || offset == 0 {
+            seek(&open.fd, SeekFrom::Start(offset))?;
+            *listing = Listing { at: offset, ..Listing::default() };
+        }
+        loop {
+            while let Some(listed) = listing.batch.get(listing.given) {
+                if !give(&open, listed) {
+                    return Ok(());
+                }
+                listing.at = listed.next;
+                listing.given += 1;
+            }
+            listing.given = 0;
+            listing.batch.clear();
+            read_batch(&open, &mut listing.batch)?;
+            if listing.batch.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+
+    fn kind_of(&self, open: &OpenDirectory, name: &OsStr) -> Option<FileType> {
+        let made = self.find_in(&open.node, name).ok()?;
+        self.inodes.forget(made.node.number, 1);
+        Some(made.attributes().kind)
+    }
+}
+
+/// Reads what fits into a buffer; nothing at the end.
+fn read_batch(open: &OpenDirectory, batch: &mut Vec<Listed>) -> io::Result<()> {
+    let mut buffer = [MaybeUninit::uninit(); BATCH_BYTES];
+    let mut names = RawDir::new(&open.fd, &mut buffer);
+    while let Some(name) = names.next() {
+        let name = name?;
+        batch.push(Listed {
+            name: OsStr::from_bytes(name.file_name().to_bytes()).to_owned(),
+            ino: name.ino(),
+            kind: kind(name.file_type()),
+            next: name.next_entry_cookie(),
+        });
+        if names.is_buffer_empty() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn kind(kind: rustix::fs::FileType) -> Option<FileType> {
+    Some(match kind {
+        rustix::fs::FileType::RegularFile => FileType::RegularFile,
+        rustix::fs::FileType::Directory => FileType::Directory,
+        rustix::fs::FileType::Symlink => FileType::Symlink,
+        rustix::fs::FileType::Fifo => FileType::NamedPipe,
+        rustix::fs::FileType::Socket => FileType::Socket,
+        rustix::fs::FileType::CharacterDevice => FileType::CharDevice,
+        rustix::fs::FileType::BlockDevice => FileType::BlockDevice,
+        rustix::fs::FileType::Unknown => return None,
+    })
+}

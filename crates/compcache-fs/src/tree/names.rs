@@ -1,0 +1,153 @@
+//! What takes a place in the tree.
+
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+
+use fuser::{FileAttr, INodeNo, RenameFlags, Request};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxFlags, linkat, mkdirat, mknodat, openat, readlinkat,
+    renameat_with, statx, symlinkat, unlinkat,
+};
+use rustix::io;
+
+use super::{Notice, Tree};
+use crate::caller::as_caller;
+use crate::inodes::Node;
+use crate::stamp::{FileId, attributes, generation_of, id_of};
+
+/// A file and what it is like, given to the kernel.
+pub struct Made {
+    pub node: Arc<Node>,
+    pub stat: Statx,
+}
+
+impl Made {
+    pub fn attributes(&self) -> FileAttr {
+        attributes(&self.stat, self.node.number)
+    }
+
+    pub fn generation(&self) -> u64 {
+        generation_of(&self.stat)
+    }
+}
+
+impl Tree {
+    /// What a name stands for now.
+    pub fn find(&self, parent: INodeNo, name: &OsStr) -> io::Result<Made> {
+        let parent = self.inodes.get(parent)?;
+        self.find_in(&parent, name)
+    }
+
+    pub fn find_in(&self, parent: &Node, name: &OsStr) -> io::Result<Made> {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let place = self.with_room(|| openat(parent, name, flags, Mode::empty()))?;
+        self.made(place, parent, name)
+    }
+
+    pub fn made(&self, place: OwnedFd, parent: &Node, name: &OsStr) -> io::Result<Made> {
+        let (node, stat) = self.inodes.give(place, parent.number, name)?;
+        if self.inodes.is_crowded() {
+            self.ask_for_room();
+        }
+        Ok(Made { node, stat })
+    }
+
+    /// Calls `open`, and again if too many files are known for it.
+    pub fn with_room<T>(&self, open: impl Fn() -> io::Result<T>) -> io::Result<T> {
+        self.inodes.with_room(|| self.ask_for_room(), open)
+    }
+
+    fn ask_for_room(&self) {
+        if self.inodes.is_to_be_told() {
+            self.tell(Notice::Crowded);
+        }
+    }
+
+    pub fn make_node(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        device: u32,
+    ) -> io::Result<Made> {
+        let parent = self.inodes.get(parent)?;
+        let (kind, bits) = (FileType::from_raw_mode(mode), Mode::from_raw_mode(mode));
+        as_caller(request, umask, || mknodat(&parent, name, kind, bits, device.into()))?;
+        self.find_in(&parent, name)
+    }
+
+    pub fn make_directory(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+    ) -> io::Result<Made> {
+        let parent = self.inodes.get(parent)?;
+        as_caller(request, umask, || mkdirat(&parent, name, Mode::from_raw_mode(mode)))?;
+        self.find_in(&parent, name)
+    }
+
+    pub fn make_symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path) -> io::Result<Made> {
+        let parent = self.inodes.get(parent)?;
+        as_caller(request, 0, || symlinkat(target, &parent, name))?;
+        self.find_in(&parent, name)
+    }
+
+    pub fn make_link(&self, _: &Request, number: INodeNo, parent: INodeNo, name: &OsStr) -> io::Result<Made> {
+        let (node, parent) = (self.inodes.get(number)?, self.inodes.get(parent)?);
+        // The magic link leads to the file itself, also if that is a symbolic link, and needs no privilege.
+        linkat(CWD, node.path(), &parent, name, AtFlags::SYMLINK_FOLLOW)?;
+        self.find_in(&parent, name)
+    }
+
+    pub fn target_of(&self, number: INodeNo) -> io::Result<Vec<u8>> {
+        let node = self.inodes.get(number)?;
+        Ok(readlinkat(&node, c"", Vec::with_capacity(256))?.into_bytes())
+    }
+
+    pub fn remove(&self, parent: INodeNo, name: &OsStr, is_directory: bool) -> io::Result<()> {
+        let parent = self.inodes.get(parent)?;
+        if is_directory {
+            return unlinkat(&parent, name, AtFlags::REMOVEDIR);
+        }
+        let last = last_name(&parent, name);
+        unlinkat(&parent, name, AtFlags::empty())?;
+        self.drop_pages_of(last);
+        Ok(())
+    }
+
+    /// Drops what is kept of a file that has just lost its last name.
+    fn drop_pages_of(&self, file: Option<FileId>) {
+        if let Some(id) = file {
+            self.cache.drop_file(id);
+        }
+    }
+
+    pub fn move_name(
+        &self,
+        parent: INodeNo,
+        name: &OsStr,
+        new_parent: INodeNo,
+        new_name: &OsStr,
+        flags: RenameFlags,
+    ) -> io::Result<()> {
+        let (parent, new_parent) = (self.inodes.get(parent)?, self.inodes.get(new_parent)?);
+        let flags = rustix::fs::RenameFlags::from_bits_retain(flags.bits());
+        let last = if flags.is_empty() { last_name(&new_parent, new_name) } else { None };
+        renameat_with(&parent, name, &new_parent, new_name, flags)?;
+        self.drop_pages_of(last);
+        Ok(())
+    }
+}
+
+/// The file that has this name and no other.
+fn last_name(parent: &Node, name: &OsStr) -> Option<FileId> {
+    let stat = statx(parent, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS).ok()?;
+    (stat.stx_nlink == 1).then(|| id_of(&stat))
+}

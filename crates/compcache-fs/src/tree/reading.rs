@@ -1,0 +1,162 @@
+//! Reading: from the cache what is there, the rest below.
+//!
+//! The order, on which everything depends (docs/design/fs.md):
+//!
+//! 1. look at the file: its stamp
+//! 2. `begin_read`: what was cached under another stamp goes; a token
+//! 3. `get` the pages that are cached
+//! 4. read the others below, in runs
+//! 5. answer
+//! 6. look at the file again: the same stamp, or what was read may be of two versions, and is not kept
+//! 7. `put` what was read
+//!
+//! A page enters the cache behind the answer, so whoever reads does not wait for the compression.
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use compcache_store::{Page, Worker};
+use fuser::{FileHandle, ReplyData};
+use rustix::io;
+
+use super::{Tree, errno};
+use crate::cache::Token;
+use crate::handles::OpenFile;
+use crate::stamp::{look, now, stamp_of};
+
+const PAGE: u64 = 4096;
+
+/// What a thread reads with.
+struct Own {
+    worker: Worker,
+    pages: Vec<Page>,
+    found: Vec<bool>,
+}
+
+thread_local! {
+    /// Taken with the first read. A thread belongs to one mount for all its life.
+    static OWN: RefCell<Option<Own>> = const { RefCell::new(None) };
+}
+
+impl Tree {
+    pub fn read_file(&self, handle: FileHandle, offset_bytes: u64, length_bytes: usize, reply: ReplyData) {
+        let open = match self.files.get(handle) {
+            Ok(open) => open,
+            Err(error) => return reply.error(errno(error)),
+        };
+        OWN.with_borrow_mut(|own| {
+            if own.is_none() {
+                let fresh = self.cache.worker().ok();
+                *own = fresh.map(|worker| Own { worker, pages: Vec::new(), found: Vec::new() });
+            }
+            match own {
+                Some(own) => self.read_through(own, &open, offset_bytes, length_bytes, reply),
+                // No memory for what would save some.
+                None => self.read_below(&open, offset_bytes, length_bytes, reply),
+            }
+        });
+    }
+
+    fn read_below(&self, open: &OpenFile, offset_bytes: u64, length_bytes: usize, reply: ReplyData) {
+        let mut into = vec![0; length_bytes];
+        match self.lower.read(&open.fd, offset_bytes, &mut into) {
+            Ok(length) => reply.data(&into[..length]),
+            Err(error) => reply.error(errno(error)),
+        }
+    }
+
+    fn read_through(&self, own: &mut Own, open: &OpenFile, offset_bytes: u64, length_bytes: usize, reply: ReplyData) {
+        let Ok(stat) = look(&open.fd) else { return self.read_below(open, offset_bytes, length_bytes, reply) };
+        let stamp = stamp_of(&stat);
+        let end_bytes = offset_bytes.saturating_add(length_bytes as u64).min(stamp.size_bytes);
+        let (first, end) = (offset_bytes / PAGE, end_bytes.div_ceil(PAGE));
+        // Nothing there, or so it says (files of /proc have no size); or farther out than pages are counted.
+        if offset_bytes >= end_bytes || end >= u32::MAX.into() {
+            return self.read_below(open, offset_bytes, length_bytes, reply);
+        }
+        let count = (end - first) as usize;
+        if own.pages.len() < count {
+            own.pages.resize(count, [0; PAGE as usize]);
+            own.found.resize(count, false);
+        }
+        let Own { worker, pages, found } = own;
+        let (pages, found) = (&mut pages[..count], &mut found[..count]);
+        let token = self.cache.begin_read(open.node.id, stamp, self.exclusive || stamp.is_settled(now()));
+        self.cache.get(worker, token, first as u32, pages, found);
+
+        let size_bytes = stamp.size_bytes - first * PAGE;
+        let read = self.read_missing(open, first, pages, found, size_bytes);
+        let (begin, end) = ((offset_bytes - first * PAGE) as usize, (end_bytes - first * PAGE) as usize);
+        let is_whole = match read {
+            Ok(valid) => {
+                reply.data(&pages.as_flattened()[begin..end.min(valid).max(begin)]);
+                valid >= end
+            }
+            Err(error) => {
+                reply.error(errno(error));
+                false
+            }
+        };
+        let is_same = || look(&open.fd).is_ok_and(|stat| stamp_of(&stat) == stamp);
+        let keeps = is_whole && found.contains(&false) && is_same();
+        self.keep(worker, token, first as u32, pages, if keeps { found } else { &[] });
+    }
+
+    /// Reads below the pages that were not found; returns how many bytes of all are there now.
+    fn read_missing(
+        &self,
+        open: &OpenFile,
+        first: u64,
+        pages: &mut [Page],
+        found: &[bool],
+        size_bytes: u64,
+    ) -> io::Result<usize> {
+        let page = PAGE as usize;
+        for run in missing(found) {
+            let into = pages[run.clone()].as_flattened_mut();
+            let wanted = into.len().min(size_bytes as usize - run.start * page);
+            let read = self.lower.read(&open.fd, (first + run.start as u64) * PAGE, &mut into[..wanted])?;
+            into[read..].fill(0);
+            if read < wanted {
+                // The file is shorter than it was a moment ago.
+                return Ok(run.start * page + read);
+            }
+        }
+        Ok(pages.len() * page)
+    }
+
+    /// Stores what was not found.
+    fn keep(&self, worker: &mut Worker, token: Token, first: u32, pages: &[Page], found: &[bool]) {
+        if found.is_empty() {
+            return self.cache.put(worker, token, first, &[]);
+        }
+        for run in missing(found) {
+            self.cache.put(worker, token, first + run.start as u32, &pages[run]);
+        }
+    }
+}
+
+/// The runs of pages that were not found.
+fn missing(found: &[bool]) -> impl Iterator<Item = Range<usize>> {
+    let mut next = 0;
+    std::iter::from_fn(move || {
+        let start = next + found[next..].iter().position(|found| !found)?;
+        let end = found[start..].iter().position(|found| *found).map_or(found.len(), |length| start + length);
+        next = end;
+        Some(start..end)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_what_was_not_found() {
+        let runs = |found: &[bool]| missing(found).collect::<Vec<_>>();
+        let (yes, no) = (true, false);
+        assert_eq!(runs(&[]), []);
+        assert_eq!(runs(&[yes, yes]), []);
+        assert_eq!(runs(&[no, no, yes, no]), [0..2, 3..4]);
+    }
+}

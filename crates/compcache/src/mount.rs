@@ -1,0 +1,203 @@
+//! `compcache mount` and `umount`: a file tree whose pages are kept compressed.
+//!
+//! The process that mounts is the one that serves, in the foreground. It works outside of what it serves: its directory is the
+//! root, so that it holds no place of the mount itself.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf, absolute};
+use std::process::ExitCode;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, anyhow, bail};
+use compcache_fs::{FsError, FsStats, Mount, MountOptions};
+use rustix::fs::{XattrFlags, getxattr, setxattr};
+use rustix::io::Errno;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::cgroup;
+use crate::cli::{MountArgs, RemountArgs, ShowArgs, UmountArgs};
+use crate::disk::ended;
+use crate::kernel::ram_bytes;
+use crate::run::{STATUS_FAILED, say};
+use crate::size::Shown;
+
+/// What our mounts are called in the table of mounts.
+const KIND: &str = "fuse.compcache";
+
+/// Mounts, and serves until it is unmounted.
+pub fn mount(args: &MountArgs) -> ExitCode {
+    match serve(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            say(&format!("compcache: {error:#}\n"));
+            STATUS_FAILED.into()
+        }
+    }
+}
+
+fn serve(args: &MountArgs) -> anyhow::Result<()> {
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGQUIT]).context("cannot wait for signals")?;
+    let options = MountOptions {
+        allow_other: args.allow_other,
+        codec: args.codec.of_store(),
+        exclusive: args.exclusive,
+        remembered: Duration::from_secs_f64(args.remember),
+        ..MountOptions::new(absolute(&args.source)?, absolute(&args.target)?, args.memory.bytes(ram_here()))
+    };
+    std::env::set_current_dir("/").context("cannot leave the working directory")?;
+    let mount = Mount::new(&options)?;
+    let target = mount.target().to_owned();
+    say(&format!(
+        "compcache: {} is mounted on {}; its pages may take {} of memory\n",
+        options.source.display(),
+        target.display(),
+        Shown(options.memory_bytes)
+    ));
+    let ends = signals.handle();
+    let watcher = thread::Builder::new().name("signals".into()).spawn(move || {
+        for _ in &mut signals {
+            // Whoever uses it would lose what he has open.
+            if let Err(error) = compcache_fs::unmount(&target) {
+                say(&format!("compcache: not ending: {:#}\n", anyhow::Error::from(error)));
+            }
+        }
+    });
+    let watcher = watcher.context("cannot start the thread that waits for signals")?;
+    let served = mount.wait();
+    ends.close();
+    drop(watcher.join());
+    served.context("the connection to the kernel failed")
+}
+
+/// A percentage is of the RAM, or of the memory cgroup's limit if that is lower.
+fn ram_here() -> u64 {
+    cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes())
+}
+
+/// Changes settings.
+pub fn remount(args: &RemountArgs) -> ExitCode {
+    ended(changed(args).map(|()| String::new()))
+}
+
+fn changed(args: &RemountArgs) -> anyhow::Result<()> {
+    let set = |name: &str, value: String| {
+        setxattr(&args.target, name, value.as_bytes(), XattrFlags::empty())
+            .map_err(|error| refused(&args.target, error))
+    };
+    if let Some(memory) = args.memory {
+        ours(&args.target)?;
+        set("user.compcache.memory", memory.bytes(ram_here()).to_string())?;
+    }
+    if let Some(codec) = args.codec {
+        ours(&args.target)?;
+        set("user.compcache.codec", codec.to_string().replace(':', " "))?;
+    }
+    Ok(())
+}
+
+/// All that is known of a mount.
+pub fn show(args: &ShowArgs) -> ExitCode {
+    ended(shown(args))
+}
+
+fn shown(args: &ShowArgs) -> anyhow::Result<String> {
+    let target = Path::new(&args.name);
+    ours(target)?;
+    let mut text = vec![0; 16 << 10];
+    let length = getxattr(target, "user.compcache.stats", &mut *text).map_err(|error| refused(target, error))?;
+    let text = String::from_utf8_lossy(&text[..length]);
+    let values: BTreeMap<&str, u64> = text
+        .lines()
+        .filter_map(|line| line.split_once(' '))
+        .filter_map(|(name, value)| Some((name, value.parse().ok()?)))
+        .collect();
+    if args.ramzswap {
+        bail!("--ramzswap is for disks; a mount's statistics have the names of cleancache and zcache already");
+    }
+    if args.json {
+        return Ok(serde_json::to_string_pretty(&values).context("cannot print")? + "\n");
+    }
+    let line = |(name, _, meaning): &(&str, fn(&FsStats) -> u64, &str)| {
+        let value = values.get(name).copied().unwrap_or_default();
+        let value = match *name {
+            "orig_data_size" | "compr_data_size" | "mem_used_total" | "memlimit" => Shown(value).to_string(),
+            _ => value.to_string(),
+        };
+        format!("  {name:<16} {value:<12} {meaning}\n")
+    };
+    Ok(FsStats::TABLE.iter().map(line).collect())
+}
+
+/// That a directory is one of our mounts.
+fn ours(target: &Path) -> anyhow::Result<()> {
+    let whole = fs::canonicalize(target).or_else(|_| absolute(target))?;
+    let mounts = fs::read_to_string("/proc/self/mountinfo").context("cannot read the table of mounts")?;
+    match kinds_at(&mounts, &whole).last() {
+        Some(kind) if *kind == KIND => Ok(()),
+        _ => bail!("{} is not where compcache has mounted something", whole.display()),
+    }
+}
+
+fn refused(target: &Path, error: Errno) -> anyhow::Error {
+    let place = target.display();
+    match error {
+        Errno::NOTCONN => anyhow!("the server of {place} was killed; end the mount with `compcache umount {place}`"),
+        Errno::PERM | Errno::ACCESS => anyhow!("{place} is another user's mount; run this as that user, or as root"),
+        error => anyhow::Error::new(error).context(format!("the server of {place} refused")),
+    }
+}
+
+/// Unmounts.
+pub fn umount(args: &UmountArgs) -> ExitCode {
+    ended(unmounted(&args.target).map(|()| String::new()))
+}
+
+fn unmounted(target: &Path) -> anyhow::Result<()> {
+    // A mount whose server is dead can be named, but not looked at.
+    let target = fs::canonicalize(target).or_else(|_| absolute(target))?;
+    let mounts = fs::read_to_string("/proc/self/mountinfo").context("cannot read the table of mounts")?;
+    match kinds_at(&mounts, &target).last() {
+        None => bail!("nothing is mounted on {}", target.display()),
+        Some(kind) if *kind != KIND => {
+            bail!("what is mounted on {} is {kind}, not ours; use umount", target.display())
+        }
+        Some(_) => compcache_fs::unmount(&target).map_err(FsError::into),
+    }
+}
+
+/// What is mounted on a directory, the lowest first.
+fn kinds_at<'m>(mounts: &'m str, target: &Path) -> Vec<&'m str> {
+    let at = |line: &'m str| {
+        let (place, rest) = line.split_once(" - ")?;
+        let place = PathBuf::from(unescaped(place.split(' ').nth(4)?));
+        (place == target).then(|| rest.split(' ').next())?
+    };
+    mounts.lines().filter_map(at).collect()
+}
+
+/// The kernel writes blanks, tabs, line ends and backslashes as octal numbers.
+fn unescaped(place: &str) -> String {
+    [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
+        .iter()
+        .fold(place.to_owned(), |place, (escape, plain)| place.replace(escape, plain))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOUNTS: &str = "\
+        22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
+        90 22 0:50 / /mnt/a\\040b rw - fuse.compcache /srv rw\n\
+        91 90 0:51 / /mnt/a\\040b rw - tmpfs none rw\n";
+
+    #[test]
+    fn the_uppermost_mount_of_a_directory_is_the_last() {
+        assert_eq!(kinds_at(MOUNTS, Path::new("/mnt/a b")), ["fuse.compcache", "tmpfs"]);
+        assert_eq!(kinds_at(MOUNTS, Path::new("/mnt/a")), [""; 0]);
+        assert_eq!(kinds_at(MOUNTS, Path::new("/")), ["ext4"]);
+    }
+}

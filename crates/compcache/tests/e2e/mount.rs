@@ -1,0 +1,355 @@
+//! `compcache mount`: its cache, what is noticed of changes behind it, its settings, its end.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::{FileExt, symlink};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use compcache_testkit::features::Feature;
+
+use crate::support::{PATIENCE, Tree, can_mount, compcache, said, scratch};
+
+const MIB: usize = 1 << 20;
+
+/// Longer than a file's times need to tell its versions apart.
+const SETTLED: Duration = Duration::from_millis(100);
+
+/// Text that compresses, and is different everywhere.
+fn text(bytes: usize, which: u32) -> Vec<u8> {
+    let mut text = Vec::with_capacity(bytes + 64);
+    for line in 0u64.. {
+        if text.len() >= bytes {
+            break;
+        }
+        let _ = writeln!(text, "file {which} line {line} of text {:x}", line * 7919 % 65_536);
+    }
+    text.truncate(bytes);
+    text
+}
+
+#[test]
+fn pages_that_the_kernel_dropped_are_found_again_without_reading_below() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&["--memory", "64M"]);
+    let content = text(16 * MIB, 1);
+    fs::write(tree.source().join("f"), &content).unwrap();
+    thread::sleep(SETTLED);
+    for _ in 0..3 {
+        assert!(fs::read(tree.target().join("f")).unwrap() == content);
+        tree.drop_kernel_cache();
+    }
+    let below = tree.stat("failed_gets");
+    assert!(below <= 4096 + 512, "{below} pages were read below, of 4096");
+    assert!(tree.stat("succ_gets") >= 2 * 4096 - 512, "{} pages were found", tree.stat("succ_gets"));
+    let (data, memory) = (tree.stat("orig_data_size"), tree.stat("mem_used_total"));
+    assert!(data >= 15 << 20 && memory < data / 2, "{memory} bytes for {data}");
+    tree.unmount();
+}
+
+#[test]
+fn what_is_read_is_not_kept_a_second_time_for_the_file_below() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted(&["--memory", "64M"]);
+    fs::write(tree.source().join("f"), text(32 * MIB, 1)).unwrap();
+    tree.drop_kernel_cache();
+    fs::read(tree.target().join("f")).unwrap();
+    let file = File::open(tree.source().join("f")).unwrap();
+    let pages = 32 * MIB / 4096;
+    let mut resident = vec![0u8; pages];
+    // SAFETY: a mapping of a file that is not cut while it is there; the answers of mincore have room.
+    unsafe {
+        use std::os::fd::AsRawFd;
+        let map = libc::mmap(std::ptr::null_mut(), 32 * MIB, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0);
+        assert_ne!(map, libc::MAP_FAILED);
+        assert_eq!(libc::mincore(map, 32 * MIB, resident.as_mut_ptr()), 0);
+        libc::munmap(map, 32 * MIB);
+    }
+    let resident = resident.iter().filter(|page| **page & 1 == 1).count();
+    assert!(resident < pages / 10, "{resident} of {pages} pages are kept below as well");
+}
+
+#[test]
+fn a_change_behind_the_mount_is_seen_at_the_next_open() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted(&["--memory", "64M"]);
+    let (below, above) = (tree.source().join("f"), tree.target().join("f"));
+    fs::write(&below, text(MIB, 1)).unwrap();
+    thread::sleep(SETTLED);
+    assert!(fs::read(&above).unwrap() == text(MIB, 1));
+    // In place, of the same size.
+    let file = File::options().write(true).open(&below).unwrap();
+    for round in 2..30 {
+        file.write_all_at(&text(MIB, round), 0).unwrap();
+        assert!(fs::read(&above).unwrap() == text(MIB, round), "round {round}");
+        if round.is_multiple_of(3) {
+            thread::sleep(SETTLED);
+            assert!(fs::read(&above).unwrap() == text(MIB, round), "round {round}, again");
+        }
+    }
+    // Another file of that name, with the times of the old; then none, and one of the same number again.
+    let times = fs::metadata(&below).unwrap().modified().unwrap();
+    fs::write(tree.source().join("g"), text(MIB, 50)).unwrap();
+    File::options().write(true).open(tree.source().join("g")).unwrap().set_modified(times).unwrap();
+    fs::rename(tree.source().join("g"), &below).unwrap();
+    assert!(fs::read(&above).unwrap() == text(MIB, 50));
+    drop(file);
+    for round in 60..90 {
+        fs::remove_file(&below).unwrap();
+        assert!(fs::read(&above).is_err());
+        fs::write(&below, text(MIB / 4, round)).unwrap();
+        assert!(fs::read(&above).unwrap() == text(MIB / 4, round), "round {round}");
+    }
+    fs::remove_file(&below).unwrap();
+    symlink("elsewhere", &below).unwrap();
+    assert!(fs::read_link(&above).is_ok());
+}
+
+#[test]
+fn a_file_that_grows_behind_the_mount_is_seen_to_while_it_is_open() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted(&["--memory", "64M"]);
+    let (below, above) = (tree.source().join("log"), tree.target().join("log"));
+    let mut expected = text(5000, 1);
+    fs::write(&below, &expected).unwrap();
+    thread::sleep(SETTLED);
+    let open = File::open(&above).unwrap();
+    let mut writer = File::options().append(true).open(&below).unwrap();
+    for round in 0..40 {
+        let mut found = vec![0; expected.len() + 1000];
+        let length = open.read_at(&mut found, 0).unwrap();
+        assert!(found[..length] == expected, "round {round}: {length} bytes of {}", expected.len());
+        let more = text(700, round);
+        writer.write_all(&more).unwrap();
+        expected.extend(more);
+    }
+}
+
+#[test]
+fn appending_from_both_sides_loses_nothing() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted(&[]);
+    let append = |path: std::path::PathBuf, who: char| {
+        let mut file = File::options().create(true).append(true).open(path).unwrap();
+        for number in 0..2000 {
+            file.write_all(format!("{who} {number}\n").as_bytes()).unwrap();
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| append(tree.source().join("log"), 'b'));
+        scope.spawn(|| append(tree.target().join("log"), 'a'));
+    });
+    let below = fs::read_to_string(tree.source().join("log")).unwrap();
+    for who in ['a', 'b'] {
+        let lines: Vec<_> = below.lines().filter(|line| line.starts_with(who)).collect();
+        assert_eq!(lines.len(), 2000);
+        assert!(lines.iter().enumerate().all(|(number, line)| *line == format!("{who} {number}")));
+    }
+    assert!(fs::read_to_string(tree.target().join("log")).unwrap() == below);
+}
+
+#[test]
+fn the_limit_is_kept_when_it_is_lowered_to_nothing_and_raised_under_load() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted(&["--memory", "16M"]);
+    let files: Vec<_> = (0..4).map(|which| text(8 * MIB, which)).collect();
+    for (which, content) in files.iter().enumerate() {
+        fs::write(tree.source().join(which.to_string()), content).unwrap();
+    }
+    thread::sleep(SETTLED);
+    let read_all = || {
+        for (which, content) in files.iter().enumerate() {
+            assert!(fs::read(tree.target().join(which.to_string())).unwrap() == *content);
+            tree.drop_kernel_cache();
+        }
+    };
+    thread::scope(|scope| {
+        let reader = scope.spawn(|| (0..6).for_each(|_| read_all()));
+        for limit in ["0", "4M", "1M", "24M", "2M"].iter().cycle() {
+            if reader.is_finished() {
+                break;
+            }
+            tree.ok(&["remount", "--memory", limit]);
+            thread::sleep(Duration::from_millis(50));
+        }
+    });
+    for (limit, bytes) in [("8M", 8 << 20), ("0", 0), ("48M", 48 << 20)] {
+        tree.ok(&["remount", "--memory", limit]);
+        read_all();
+        read_all();
+        let give_up = Instant::now() + PATIENCE;
+        // Tables of the pool stay, a few hundred kilobytes; compaction comes a few times a second.
+        while tree.stat("mem_used_total") > bytes.max(2 << 20) {
+            assert!(Instant::now() < give_up, "{} bytes with a limit of {bytes}", tree.stat("mem_used_total"));
+            thread::sleep(Duration::from_millis(50));
+        }
+        assert_eq!(tree.stat("pages_stored") > 0, bytes > 0);
+    }
+    tree.ok(&["remount", "--codec", "zstd:3"]);
+    read_all();
+}
+
+#[test]
+fn a_scan_of_a_large_file_leaves_what_is_used_again_in_the_cache() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted(&["--memory", "4M"]);
+    fs::write(tree.source().join("used"), text(2 * MIB, 1)).unwrap();
+    fs::write(tree.source().join("scanned"), text(96 * MIB, 2)).unwrap();
+    thread::sleep(SETTLED);
+    for _ in 0..3 {
+        fs::read(tree.target().join("used")).unwrap();
+        tree.drop_kernel_cache();
+    }
+    fs::read(tree.target().join("scanned")).unwrap();
+    let did_not_fit = tree.stat("evictions") + tree.stat("failed_puts");
+    assert!(did_not_fit > 10_000, "the scan fits: {did_not_fit}");
+    tree.drop_kernel_cache();
+    let before = tree.stat("succ_gets");
+    fs::read(tree.target().join("used")).unwrap();
+    let found = tree.stat("succ_gets") - before;
+    assert!(found > 450, "{found} of 512 pages were still there");
+}
+
+#[test]
+fn a_tree_mounted_over_itself_is_there_and_back_again() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let directory = scratch();
+    fs::create_dir(directory.path().join("source")).unwrap();
+    fs::write(directory.path().join("source/f"), "before").unwrap();
+    let mut tree = Tree::over_itself(directory, &[]);
+    assert_eq!(fs::read_to_string(tree.target().join("f")).unwrap(), "before");
+    fs::write(tree.target().join("g"), "during").unwrap();
+    assert!(tree.stat("memlimit") > 0);
+    tree.unmount();
+    assert_eq!(fs::read_to_string(tree.source().join("g")).unwrap(), "during");
+    assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(tree.source().to_str().unwrap()));
+}
+
+#[test]
+fn a_mount_in_use_is_not_ended_by_a_signal_and_then_is() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&[]);
+    let held = File::create(tree.target().join("f")).unwrap();
+    let output = Command::new(compcache()).arg("umount").arg(tree.target()).output().unwrap();
+    assert!(!output.status.success() && said(&output).contains("in use"), "{}", said(&output));
+    // SAFETY: it takes numbers, and the process is our child, not yet waited for.
+    let end = |tree: &Tree| unsafe { libc::kill(tree.child.id() as i32, libc::SIGTERM) };
+    end(&tree);
+    thread::sleep(Duration::from_millis(300));
+    assert!(tree.child.try_wait().unwrap().is_none(), "it ended, though a file is open");
+    (&held).write_all(b"still served").unwrap();
+    drop(held);
+    end(&tree);
+    let give_up = Instant::now() + PATIENCE;
+    while tree.child.try_wait().unwrap().is_none() {
+        assert!(Instant::now() < give_up, "it does not end");
+        thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(fs::read(tree.source().join("f")).unwrap(), b"still served");
+    assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(tree.target().to_str().unwrap()));
+}
+
+#[test]
+fn a_killed_server_loses_nothing_that_was_synced_and_its_mount_can_be_ended() {
+    if !can_mount(&[]) {
+        return;
+    }
+    for round in 0..5 {
+        let mut tree = Tree::mounted(&[]);
+        let synced = thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                let Ok(mut file) = File::create(tree.target().join("log")) else { return 0 };
+                (0..)
+                    .find(|number| file.write_all(format!("{number:08}\n").as_bytes()).and(file.sync_data()).is_err())
+                    .unwrap_or(0)
+            });
+            // And others, who must not hang.
+            let reader = scope.spawn(|| while fs::read(tree.target().join("log")).is_ok() {});
+            thread::sleep(Duration::from_millis(100 + round * 50));
+            // SAFETY: it takes numbers, and the process is our child, not yet waited for.
+            assert_eq!(unsafe { libc::kill(tree.child.id() as i32, libc::SIGKILL) }, 0);
+            reader.join().unwrap();
+            writer.join().unwrap()
+        });
+        tree.child.wait().unwrap();
+        let log = fs::read_to_string(tree.source().join("log")).unwrap();
+        let whole = (0..synced).all(|number| log.get(number * 9..number * 9 + 9) == Some(&format!("{number:08}\n")));
+        assert!(synced > 0 && whole, "{synced} lines were synced, {} bytes are there", log.len());
+        let show = Command::new(compcache()).arg("show").arg(tree.target()).output().unwrap();
+        assert!(!show.status.success() && said(&show).contains("umount"), "{}", said(&show));
+        let again = Command::new(compcache()).arg("mount").arg(tree.source()).arg(tree.target()).output().unwrap();
+        assert!(said(&again).contains("umount"), "{}", said(&again));
+        tree.ok(&["umount"]);
+        assert_eq!(fs::read_dir(tree.target()).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn what_cannot_be_mounted_is_refused_with_the_reason() {
+    let directory = scratch();
+    fs::create_dir(directory.path().join("inside")).unwrap();
+    fs::write(directory.path().join("file"), "").unwrap();
+    let refused = |source: &str, target: &str, words: &[&str]| {
+        let output =
+            Command::new(compcache()).current_dir(&directory).args(["mount", source, target]).output().unwrap();
+        assert!(!output.status.success() && output.stdout.is_empty());
+        for word in words {
+            assert!(said(&output).contains(word), "no {word:?} in {}", said(&output));
+        }
+    };
+    refused("none", "inside", &["none", "source", "No such file"]);
+    refused("inside", "none", &["mount on", "none", "No such file"]);
+    refused("file", "inside", &["not a directory"]);
+    refused(".", "inside", &["lies inside"]);
+    let output = Command::new(compcache()).arg("umount").arg(directory.path()).output().unwrap();
+    assert!(said(&output).contains("nothing is mounted"), "{}", said(&output));
+    let output = Command::new(compcache()).args(["show", "/proc"]).output().unwrap();
+    assert!(said(&output).contains("not where compcache has mounted"), "{}", said(&output));
+}
+
+#[test]
+fn a_full_file_system_below_says_so_and_nothing_else_is_harmed() {
+    if !can_mount(&[]) || !compcache_testkit::features::requires(&[Feature::Program("mount")]) {
+        return;
+    }
+    let directory = scratch();
+    let source = directory.path().join("source");
+    fs::create_dir(&source).unwrap();
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=4M", "none"]).arg(&source).status().unwrap();
+    assert!(mounted.success());
+    let mut tree = Tree::over_itself(directory, &[]);
+    let full = (|| -> std::io::Result<()> {
+        let mut file = File::create(tree.target().join("f"))?;
+        loop {
+            file.write_all(&text(100_000, 1))?;
+        }
+    })();
+    assert_eq!(full.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+    let written = fs::read(tree.target().join("f")).unwrap();
+    assert!(written.len() > 3 * MIB);
+    assert!(written.chunks(100_000).all(|chunk| *chunk == text(100_000, 1)[..chunk.len()]));
+    fs::remove_file(tree.target().join("f")).unwrap();
+    fs::write(tree.target().join("g"), text(MIB, 2)).unwrap();
+    assert!(fs::read(tree.target().join("g")).unwrap() == text(MIB, 2));
+    tree.unmount();
+    assert!(Command::new("umount").arg(tree.source()).status().unwrap().success());
+}

@@ -1,0 +1,286 @@
+//! A file on a mount is an array of bytes, whoever writes it and however.
+//!
+//! The model is a vector for each file. Operations are drawn at random: writes of any length at any place, appends, cuts, holes, copies, through
+//! plain, direct and mapped I/O, through the mount and behind it, renames and removals, with the kernel's cache dropped now and then. After a change behind the
+//! mount the file is opened anew before it is looked at, as is promised ([S102]). One seed (`COMPCACHE_SEED`) repeats a run.
+
+use std::fs::{self, File};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::ptr;
+
+use compcache_testkit::seed::Seed;
+
+use crate::support::{Tree, can_mount};
+
+const FILES: usize = 4;
+const BYTES_MAX: usize = 300_000;
+
+struct Model {
+    tree: Tree,
+    rng: fastrand::Rng,
+    contents: Vec<Vec<u8>>,
+    open: Vec<File>,
+    history: Vec<String>,
+}
+
+impl Model {
+    fn new(tree: Tree, rng: fastrand::Rng) -> Model {
+        let mut model = Model { tree, rng, contents: vec![Vec::new(); FILES], open: Vec::new(), history: Vec::new() };
+        for which in 0..FILES {
+            let file =
+                File::options().read(true).write(true).create(true).truncate(true).open(model.above(which)).unwrap();
+            model.open.push(file);
+        }
+        model
+    }
+
+    fn above(&self, which: usize) -> PathBuf {
+        self.tree.target().join(which.to_string())
+    }
+
+    fn below(&self, which: usize) -> PathBuf {
+        self.tree.source().join(which.to_string())
+    }
+
+    fn reopen(&mut self, which: usize) {
+        self.open[which] = File::options().read(true).write(true).open(self.above(which)).unwrap();
+    }
+
+    fn bytes(&mut self, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        match self.rng.u8(..4) {
+            0 => self.rng.fill(&mut bytes),
+            1 => bytes.fill(self.rng.u8(..)),
+            _ => bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = (at / 9) as u8 ^ self.rng.u8(..2)),
+        }
+        bytes
+    }
+
+    /// A place and a length within the largest file, often at borders of pages.
+    fn range(&mut self) -> (usize, usize) {
+        let mut at = || match self.rng.u8(..3) {
+            0 => self.rng.usize(..BYTES_MAX / 4096) * 4096,
+            _ => self.rng.usize(..BYTES_MAX),
+        };
+        let (one, two) = (at(), at());
+        let (start, end) = (one.min(two), one.max(two));
+        (start, (end - start).clamp(1, 70_000).min(BYTES_MAX - start))
+    }
+
+    fn put(&mut self, which: usize, at: usize, from: &[u8]) {
+        let content = &mut self.contents[which];
+        content.resize(content.len().max(at + from.len()), 0);
+        content[at..at + from.len()].copy_from_slice(from);
+    }
+
+    fn note(&mut self, what: String) {
+        self.history.push(what);
+    }
+
+    fn check(&mut self, which: usize) {
+        let content = &self.contents[which];
+        let mut found = vec![0; content.len() + 10];
+        let mut length = 0;
+        while let Ok(more @ 1..) = self.open[which].read_at(&mut found[length..], length as u64) {
+            length += more;
+        }
+        found.truncate(length);
+        let last = &self.history[self.history.len().saturating_sub(12)..];
+        assert_eq!(found.len(), content.len(), "length of {which}; {last:#?}");
+        let wrong = found.iter().zip(content).position(|(found, expected)| found != expected);
+        assert_eq!(wrong, None, "file {which} differs there; {last:#?}");
+    }
+
+    fn step(&mut self) {
+        let which = self.rng.usize(..FILES);
+        let (at, length) = self.range();
+        let choice = self.rng.u8(..23);
+        self.note(format!("{choice} on {which}: {at}+{length}, of {}", self.contents[which].len()));
+        match choice {
+            0..5 => {
+                let from = self.bytes(length);
+                self.open[which].write_all_at(&from, at as u64).unwrap();
+                self.put(which, at, &from);
+            }
+            5 => {
+                let from = self.bytes(length.min(5000));
+                let end = self.contents[which].len();
+                if end + from.len() <= BYTES_MAX {
+                    use std::io::Write;
+                    File::options().append(true).open(self.above(which)).unwrap().write_all(&from).unwrap();
+                    self.put(which, end, &from);
+                }
+            }
+            6 | 7 => {
+                self.open[which].set_len(at as u64).unwrap();
+                self.contents[which].resize(at, 0);
+            }
+            8 => self.punch(which, at, length),
+            9 => self.copy(which, at, length),
+            10..13 => self.through_a_mapping(which),
+            13 => {
+                use std::os::unix::fs::OpenOptionsExt;
+                let from = self.bytes(length);
+                let direct = File::options().write(true).custom_flags(libc::O_DIRECT).open(self.above(which)).unwrap();
+                direct.write_all_at(&from, at as u64).unwrap();
+                self.put(which, at, &from);
+            }
+            14..17 => {
+                let from = self.bytes(length);
+                File::options().write(true).open(self.below(which)).unwrap().write_all_at(&from, at as u64).unwrap();
+                self.put(which, at, &from);
+                self.reopen(which);
+            }
+            17 => {
+                File::options().write(true).open(self.below(which)).unwrap().set_len(at as u64).unwrap();
+                self.contents[which].resize(at, 0);
+                self.reopen(which);
+            }
+            18 => {
+                let other = (which + 1) % FILES;
+                let (from, to) = if self.rng.bool() {
+                    (self.above(which), self.above(other))
+                } else {
+                    (self.below(which), self.below(other))
+                };
+                fs::rename(&from, to).unwrap();
+                self.contents[other] = self.contents[which].clone();
+                fs::write(&from, "").unwrap();
+                self.contents[which].clear();
+                self.reopen(which);
+                self.reopen(other);
+            }
+            19 => {
+                fs::remove_file(self.above(which)).unwrap();
+                self.check(which);
+                fs::write(self.below(which), "anew").unwrap();
+                self.contents[which] = b"anew".to_vec();
+                self.reopen(which);
+            }
+            20 => self.reopen(which),
+            21 => self.open[which].sync_all().unwrap(),
+            _ => self.tree.drop_kernel_cache(),
+        }
+        self.check(which);
+    }
+
+    fn punch(&mut self, which: usize, at: usize, length: usize) {
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: numbers only.
+        let done = unsafe { libc::fallocate(self.open[which].as_raw_fd(), mode, at as i64, length as i64) };
+        assert_eq!(done, 0);
+        let content = &mut self.contents[which];
+        let (start, end) = (at.min(content.len()), (at + length).min(content.len()));
+        content[start..end].fill(0);
+    }
+
+    fn copy(&mut self, which: usize, at: usize, length: usize) {
+        let other = (which + 1) % FILES;
+        let (mut from, mut to) = (at as i64 / 2, at as i64);
+        let (source, target) = (self.open[which].as_raw_fd(), self.open[other].as_raw_fd());
+        // SAFETY: the two offsets live until the call returns.
+        let copied = unsafe { libc::copy_file_range(source, &mut from, target, &mut to, length, 0) };
+        assert!(copied >= 0, "{}", std::io::Error::last_os_error());
+        if copied > 0 {
+            let piece =
+                self.contents[which].get(at / 2..at / 2 + copied as usize).expect("no more than there is").to_vec();
+            self.put(other, at, &piece);
+        }
+        self.check(other);
+    }
+
+    /// Writes a part of the file through a shared mapping, and reads all of it through a private one.
+    fn through_a_mapping(&mut self, which: usize) {
+        let size = self.contents[which].len();
+        if size == 0 {
+            return;
+        }
+        let at = self.rng.usize(..size);
+        let length = self.rng.usize(1..=(size - at).min(20_000));
+        let from = self.bytes(length);
+        let sync = self.rng.bool();
+        let file = self.open[which].as_raw_fd();
+        let map = |protection, kind| {
+            // SAFETY: a new mapping of a file that nobody cuts while it is there.
+            let map = unsafe { libc::mmap(ptr::null_mut(), size, protection, kind, file, 0) };
+            assert_ne!(map, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+            map.cast::<u8>()
+        };
+        let shared = map(libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+        // SAFETY: within the mapping, which is this thread's alone and is unmapped once.
+        unsafe {
+            ptr::copy_nonoverlapping(from.as_ptr(), shared.add(at), length);
+            if sync {
+                assert_eq!(libc::msync(shared.cast(), size, libc::MS_SYNC), 0);
+            }
+            assert_eq!(libc::munmap(shared.cast(), size), 0);
+        }
+        self.put(which, at, &from);
+        let private = map(libc::PROT_READ, libc::MAP_PRIVATE);
+        // SAFETY: as above; nobody writes meanwhile.
+        unsafe {
+            assert!(std::slice::from_raw_parts(private, size) == self.contents[which], "through a private mapping");
+            assert_eq!(libc::munmap(private.cast(), size), 0);
+        }
+        // What is behind the mount, or in a mapping's pages, is there for others once it was written back.
+        self.open[which].sync_all().unwrap();
+    }
+}
+
+fn run(arguments: &[&str], test: &str, steps: usize) {
+    if !can_mount(&[]) {
+        return;
+    }
+    let seed = Seed::for_test(test);
+    let mut model = Model::new(Tree::mounted(arguments), seed.rng());
+    for _ in 0..steps {
+        model.step();
+    }
+    for which in 0..FILES {
+        model.open[which].sync_all().unwrap();
+        assert!(fs::read(model.below(which)).unwrap() == model.contents[which], "file {which} below");
+    }
+}
+
+#[test]
+fn files_are_arrays_of_bytes_from_both_sides() {
+    run(&["--memory", "64M"], "files_are_arrays_of_bytes_from_both_sides", 1500);
+}
+
+#[test]
+fn files_are_arrays_of_bytes_with_hardly_any_memory() {
+    run(&["--memory", "1M"], "files_are_arrays_of_bytes_with_hardly_any_memory", 700);
+}
+
+#[test]
+fn files_are_arrays_of_bytes_when_names_are_remembered() {
+    // Changes behind the mount are then noticed late, so this one makes none.
+    if !can_mount(&[]) {
+        return;
+    }
+    let seed = Seed::for_test("files_are_arrays_of_bytes_when_names_are_remembered");
+    let mut model = Model::new(Tree::mounted(&["--memory", "64M", "--exclusive", "--remember", "60"]), seed.rng());
+    for _ in 0..1500 {
+        let which = model.rng.usize(..FILES);
+        let (at, length) = model.range();
+        match model.rng.u8(..8) {
+            0..3 => {
+                let from = model.bytes(length);
+                model.open[which].write_all_at(&from, at as u64).unwrap();
+                model.put(which, at, &from);
+            }
+            3 => {
+                model.open[which].set_len(at as u64).unwrap();
+                model.contents[which].resize(at, 0);
+            }
+            4 => model.punch(which, at, length),
+            5 => model.through_a_mapping(which),
+            6 => model.reopen(which),
+            _ => model.tree.drop_kernel_cache(),
+        }
+        model.check(which);
+    }
+    assert!(model.tree.stat("succ_gets") > 0, "the cache was never of use");
+}

@@ -1,0 +1,128 @@
+//! A tree that is mounted for a test by a `compcache mount` of its own, and unmounted with it.
+
+use std::fs::{self, Permissions};
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use compcache_testkit::features::{Feature, requires};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::{PATIENCE, compcache, said, scratch};
+
+/// Whether trees can be mounted here, and there are these programs.
+pub fn can_mount(programs: &[&'static str]) -> bool {
+    let programs = programs.iter().map(|name| Feature::Program(name));
+    let features: Vec<_> = [Feature::Root, Feature::Fuse].into_iter().chain(programs).collect();
+    requires(&features)
+}
+
+/// A source, a target, and the process that serves one at the other.
+pub struct Tree {
+    pub child: Child,
+    directory: TempDir,
+    over: bool,
+}
+
+impl Tree {
+    /// An empty tree, mounted beside its source.
+    pub fn mounted(arguments: &[&str]) -> Tree {
+        Tree::start(scratch(), false, None, arguments)
+    }
+
+    /// One that is mounted over itself.
+    pub fn over_itself(directory: TempDir, arguments: &[&str]) -> Tree {
+        Tree::start(directory, true, None, arguments)
+    }
+
+    /// One whose server may have so many files open.
+    pub fn mounted_with_descriptors(descriptors: u64, arguments: &[&str]) -> Tree {
+        Tree::start(scratch(), false, Some(descriptors), arguments)
+    }
+
+    fn start(directory: TempDir, over: bool, descriptors: Option<u64>, arguments: &[&str]) -> Tree {
+        fs::set_permissions(directory.path(), Permissions::from_mode(0o755)).unwrap();
+        let (source, target) = (directory.path().join("source"), directory.path().join("target"));
+        for path in [&source, &target] {
+            if !path.exists() {
+                fs::create_dir(path).unwrap();
+                fs::set_permissions(path, Permissions::from_mode(0o777)).unwrap();
+            }
+        }
+        let mut command = Command::new(compcache());
+        command.arg("mount").args(arguments).arg(&source).arg(if over { &source } else { &target });
+        if let Some(descriptors) = descriptors {
+            let limit = libc::rlimit { rlim_cur: descriptors, rlim_max: descriptors };
+            // SAFETY: it reads a structure that lives as long as the closure.
+            let set = move || match unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) } {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            };
+            // SAFETY: that is all that is done between fork and exec.
+            unsafe { command.pre_exec(set) };
+        }
+        let mut child = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().expect("compcache can be started");
+        let mut line = String::new();
+        BufReader::new(child.stderr.take().expect("it is piped")).read_line(&mut line).expect("it says text");
+        assert!(line.contains("is mounted on"), "it said {line:?}");
+        Tree { child, directory, over }
+    }
+
+    pub fn source(&self) -> PathBuf {
+        self.directory.path().join("source")
+    }
+
+    pub fn target(&self) -> PathBuf {
+        self.directory.path().join(if self.over { "source" } else { "target" })
+    }
+
+    /// What a command prints, which must succeed; the target is its last argument.
+    #[track_caller]
+    pub fn ok(&self, arguments: &[&str]) -> String {
+        let output = Command::new(compcache()).args(arguments).arg(self.target()).output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", said(&output));
+        String::from_utf8(output.stdout).expect("text")
+    }
+
+    #[track_caller]
+    pub fn stat(&self, name: &str) -> u64 {
+        let stats: Value = serde_json::from_str(&self.ok(&["show", "--json"])).expect("JSON");
+        stats[name].as_u64().unwrap_or_else(|| panic!("no {name} in {stats}"))
+    }
+
+    /// Unmounts; the server must end by itself, well.
+    #[track_caller]
+    pub fn unmount(&mut self) {
+        self.ok(&["umount"]);
+        let give_up = Instant::now() + PATIENCE;
+        while Instant::now() < give_up {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                assert!(status.success(), "{status}");
+                return;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        panic!("it was unmounted, and goes on");
+    }
+
+    /// Has the kernel drop what it keeps of all files, on the whole machine, as memory pressure would.
+    pub fn drop_kernel_cache(&self) {
+        // SAFETY: it takes nothing.
+        unsafe { libc::sync() };
+        fs::write("/proc/sys/vm/drop_caches", "3").expect("root may");
+    }
+}
+
+impl Drop for Tree {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        // Nobody is left who could answer, so it does not wait for anybody.
+        let _ = Command::new("umount").arg("-l").arg(self.target()).stderr(Stdio::null()).status();
+    }
+}
