@@ -36,10 +36,19 @@ thread_local! {
     static HAS_OWN_UMASK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls `make` so that what it makes is as if who asks had made it.
+/// Calls `make` so that what it makes is as if who asks had made it. The kernel has checked that he may.
 pub fn as_caller<T>(request: &Request, mask: u32, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     own_umask()?;
     umask(Mode::from_raw_mode(mask & 0o777));
+    with_rights(request, CHECKED, make)
+}
+
+/// Calls `open` with no more rights than who asks has, his supplementary groups not among them: for what the kernel has not checked.
+pub fn unchecked<T>(request: &Request, open: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    with_rights(request, CapabilitySet::empty(), open)
+}
+
+fn with_rights<T>(request: &Request, rights: CapabilitySet, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let (uid, gid) = (request.uid(), request.gid());
     if (uid, gid) == (geteuid().as_raw(), getegid().as_raw()) {
         return make();
@@ -47,7 +56,7 @@ pub fn as_caller<T>(request: &Request, mask: u32, make: impl FnOnce() -> io::Res
     if uid == u32::MAX || gid == u32::MAX {
         return Err(Errno::OVERFLOW);
     }
-    let borrowed = Borrowed::take(Uid::from_raw(uid), Gid::from_raw(gid))?;
+    let borrowed = Borrowed::take(Uid::from_raw(uid), Gid::from_raw(gid), rights)?;
     let made = make();
     drop(borrowed);
     made
@@ -86,13 +95,13 @@ struct Borrowed {
 }
 
 impl Borrowed {
-    fn take(uid: Uid, gid: Gid) -> io::Result<Borrowed> {
+    fn take(uid: Uid, gid: Gid, rights: CapabilitySet) -> io::Result<Borrowed> {
         let own = Borrowed { uid: geteuid(), gid: getegid() };
         let permitted = capabilities(None)?;
         set_thread_res_gid(None, gid, None)?;
         // Given back from here on.
         set_thread_res_uid(None, uid, None)?;
-        let effective = permitted.permitted & CHECKED;
+        let effective = permitted.permitted & rights;
         // Root's mount, or one that may be anybody: the permitted set is what it was, only the effective one was emptied.
         if let Err(error) = set_capabilities(None, CapabilitySets { effective, ..permitted }) {
             drop(own);

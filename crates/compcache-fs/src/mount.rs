@@ -71,10 +71,12 @@ impl MountOptions {
     }
 }
 
-/// A mounted tree. Dropping it unmounts it if nobody uses it; if somebody does, requests fail from then on (ENOTCONN).
+/// A mounted tree. Dropping it unmounts it if nobody uses it; if somebody does, it is served for as long as the process lives.
 pub struct Mount {
     session: Option<BackgroundSession>,
     target: PathBuf,
+    /// It is to be unmounted at the end.
+    mounted: bool,
 }
 
 impl Mount {
@@ -103,12 +105,14 @@ impl Mount {
         });
         let session = connect(tree, options, &source, &target, limits);
         let session = session.map_err(|error| FsError::Mount { path: target.clone(), error })?;
+        // Undone from here on if something fails.
+        let mut mount = Mount { session: None, target, mounted: true };
         let notifier = session.notifier();
         let started = thread::Builder::new().name("notices".into()).spawn(move || tell(&heard, &notifier, &inodes));
         started.map_err(|error| FsError::Thread { error })?;
         start_compaction(&cache)?;
-        let session = session.spawn().map_err(|error| FsError::Thread { error })?;
-        Ok(Mount { session: Some(session), target })
+        mount.session = Some(session.spawn().map_err(|error| FsError::Thread { error })?);
+        Ok(mount)
     }
 
     /// Where it is mounted.
@@ -129,7 +133,16 @@ impl Mount {
     /// # Errors
     /// The connection to the kernel failed in another way than by being unmounted.
     pub fn wait(mut self) -> io::Result<()> {
+        self.mounted = false;
         self.session.take().map_or(Ok(()), BackgroundSession::join)
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        if self.mounted {
+            let _ = self.unmount();
+        }
     }
 }
 
@@ -213,7 +226,8 @@ fn connect(
     }
     let how = CString::new(how)?;
     mount(source, target, KIND, flags(limits), how.as_c_str())?;
-    Session::from_fd(tree, device, config.acl, config).inspect_err(|_| {
+    // The kernel lets in whom it may.
+    Session::from_fd(tree, device, SessionACL::All, config).inspect_err(|_| {
         let _ = rustix::mount::unmount(target, UnmountFlags::DETACH);
     })
 }

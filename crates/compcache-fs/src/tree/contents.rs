@@ -11,7 +11,7 @@ use rustix::io::{self, Errno};
 
 use super::names::Made;
 use super::{Notice, Tree};
-use crate::caller::{as_caller, dropping_suid};
+use crate::caller::{as_caller, dropping_suid, unchecked};
 use crate::handles::OpenFile;
 use crate::inodes::Node;
 use crate::stamp::{look, now, stamp_of};
@@ -42,13 +42,18 @@ impl Tree {
         flags: OpenFlags,
     ) -> io::Result<(Made, FileHandle, FopenFlags)> {
         let parent = self.inodes.get(parent)?;
-        let how = flags_below(flags)
-            | OFlags::CREATE
-            | OFlags::NOFOLLOW
-            | OFlags::CLOEXEC
-            | OFlags::from_bits_retain(flags.0 as u32) & (OFlags::EXCL | OFlags::TRUNC);
-        let mode = Mode::from_raw_mode(mode);
-        let fd = self.with_room(|| as_caller(request, umask, || openat(&parent, name, how, mode)))?;
+        let (how, mode) = (flags_below(flags) | OFlags::NOFOLLOW, Mode::from_raw_mode(mode));
+        let asked = OFlags::from_bits_retain(flags.0 as u32);
+        // The kernel has checked that who asks may make a file there, and knows of none.
+        let fresh = || openat(&parent, name, how | OFlags::CREATE | OFlags::EXCL, mode);
+        let fd = match self.with_room(|| as_caller(request, umask, fresh)) {
+            // There is one by now, made behind the mount; nobody has checked who may open that.
+            Err(Errno::EXIST) if !asked.contains(OFlags::EXCL) => {
+                let there = || openat(&parent, name, how | asked & OFlags::TRUNC, Mode::empty());
+                self.with_room(|| unchecked(request, there))?
+            }
+            other => other?,
+        };
         // From the descriptor, not by name: that may be another's by now.
         let made = self.made(self.with_room(|| self.inodes.place_of(&fd))?, &parent, name)?;
         let (handle, how) = self.opened(fd, made.node.clone(), flags);

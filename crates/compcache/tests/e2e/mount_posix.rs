@@ -326,6 +326,20 @@ fn users_may_do_what_they_may_below_and_own_what_they_make() {
 }
 
 #[test]
+fn nobody_else_gets_in_if_that_was_not_asked_for() {
+    if !can_mount(&[]) {
+        return;
+    }
+    for (arguments, gets_in) in [(&[][..], false), (&["--allow-other"], true)] {
+        let tree = Tree::mounted(arguments);
+        fs::write(tree.target().join("f"), "x").unwrap();
+        let path = tree.target().join("f");
+        let found = as_user(1001, 1001, || fs::read(path)).map_err(|error| error.raw_os_error());
+        assert_eq!(found, if gets_in { Ok(b"x".to_vec()) } else { Err(Some(libc::EACCES)) });
+    }
+}
+
+#[test]
 fn set_user_id_goes_when_another_writes_cuts_or_owns() {
     same(|at, log| {
         fs::set_permissions(at, Permissions::from_mode(0o777)).unwrap();
