@@ -71,12 +71,6 @@ struct Way {
     why: Option<String>,
 }
 
-impl Way {
-    fn not_in_this_version() -> Self {
-        Self { works: false, why: Some("not in this version".into()) }
-    }
-}
-
 /// Prints the facts; the status says whether `run` works.
 pub fn doctor(args: &DoctorArgs) -> ExitCode {
     let facts = Facts::gather();
@@ -122,7 +116,7 @@ impl Facts {
             run: run_works(&kernel, uffd, object.err()),
             disk: disk_works(),
             swap: swap_works(disk_works()),
-            mount: Way::not_in_this_version(),
+            mount: mount_works(),
             kernel,
         }
     }
@@ -160,6 +154,20 @@ fn swap_works(disk: Way) -> Way {
         false => Some("with --unprotected alone, since CAP_SYS_RESOURCE is lacking".into()),
     };
     Way { works: true, why }
+}
+
+/// A mount needs FUSE; for others than root the program that mounts for them as well.
+fn mount_works() -> Way {
+    let has = |program: &str| {
+        std::env::var_os("PATH").is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
+    };
+    let why = match device("/dev/fuse") {
+        Device::Absent => Some("/dev/fuse is missing (modprobe fuse)".to_owned()),
+        Device::Forbidden => Some("/dev/fuse may not be opened (chmod 666, as distributions have it)".to_owned()),
+        Device::Usable if geteuid().is_root() || has("fusermount3") => None,
+        Device::Usable => Some("the program fusermount3 is missing (package fuse3)".to_owned()),
+    };
+    Way { works: why.is_none(), why }
 }
 
 fn run_works(
