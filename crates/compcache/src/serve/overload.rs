@@ -10,7 +10,7 @@
 //!
 //! | sign                                                        | else                                         |
 //! |-------------------------------------------------------------|----------------------------------------------|
-//! | a disk for swap refused pages                               | there is room yet: slow, but it goes on      |
+//! | disks for swap refused more writes than they took pages     | there is room yet: slow, but it goes on      |
 //! | hardly any memory is available                              | only a memory cgroup is short, or a limit is |
 //! | nobody got anything done for much of the time (PSI, `full`) | whoever waits holds up nobody else           |
 //!
@@ -53,10 +53,11 @@ impl Pools {
         pools.push(Arc::downgrade(pool));
     }
 
-    /// Writes refused so far, by those that are there.
-    fn refused(&self) -> u64 {
+    /// Pages taken and writes refused so far, by those that are there.
+    fn taken_and_refused(&self) -> (u64, u64) {
         let pools = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        pools.iter().filter_map(Weak::upgrade).map(|pool| pool.stats().failed_writes).sum()
+        let stats = pools.iter().filter_map(Weak::upgrade).map(|pool| pool.stats());
+        stats.fold((0, 0), |sum, stats| (sum.0 + stats.num_writes, sum.1 + stats.failed_writes))
     }
 }
 
@@ -73,8 +74,10 @@ pub fn start_watching(pools: Pools) -> anyhow::Result<()> {
         let mut watch = Watch::default();
         loop {
             thread::sleep(WINDOW);
+            let (taken, refused) = pools.taken_and_refused();
             let signs = Signs {
-                refused: pools.refused(),
+                taken,
+                refused,
                 is_short: read(&meminfo, is_short).unwrap_or(false),
                 stalled: pressure.as_ref().and_then(|file| read(file, stalled)),
             };
@@ -91,7 +94,8 @@ pub fn start_watching(pools: Pools) -> anyhow::Result<()> {
 
 /// What is seen at the end of a window.
 struct Signs {
-    /// Counts up.
+    /// Count up.
+    taken: u64,
     refused: u64,
     is_short: bool,
     /// Counts up; `None` where the kernel does not say.
@@ -101,6 +105,7 @@ struct Signs {
 /// Whether it is overload, one window after the other.
 #[derive(Default)]
 struct Watch {
+    taken: u64,
     refused: u64,
     stalled: Duration,
     /// Windows in a row that looked like it.
@@ -109,11 +114,13 @@ struct Watch {
 
 impl Watch {
     fn is_overload(&mut self, signs: &Signs) -> bool {
-        let refused = signs.refused > self.refused;
+        // Either may be less than before, if a disk has gone.
+        let refused = signs.refused.saturating_sub(self.refused);
+        let is_refused = refused > signs.taken.saturating_sub(self.taken);
         let waited = signs.stalled.map(|stalled| stalled.saturating_sub(self.stalled) >= STALLED);
-        self.refused = signs.refused;
+        (self.taken, self.refused) = (signs.taken, signs.refused);
         self.stalled = signs.stalled.unwrap_or_default();
-        let is_bad = refused && signs.is_short && waited.unwrap_or(true);
+        let is_bad = is_refused && signs.is_short && waited.unwrap_or(true);
         self.bad = if is_bad { self.bad + 1 } else { 0 };
         // The first window is not whole, and the one after somebody was ended is his.
         let needed = if waited.is_some() { 2 } else { WINDOWS_WITHOUT_PSI };
@@ -154,7 +161,12 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     fn signs(refused: u64, is_short: bool, stalled: Option<u32>) -> Signs {
-        Signs { refused, is_short, stalled: stalled.map(|seconds| seconds * SECOND) }
+        Signs {
+            taken: 100 * refused,
+            refused: 101 * refused,
+            is_short,
+            stalled: stalled.map(|seconds| seconds * SECOND),
+        }
     }
 
     #[test]
@@ -181,8 +193,9 @@ mod tests {
 
     #[test]
     fn one_sign_missing_is_no_overload() {
-        let unless: [fn(u32) -> Signs; 3] = [
+        let unless: [fn(u32) -> Signs; 4] = [
             |n| signs(1, true, Some(2 * n)),
+            |n| Signs { taken: 101 * u64::from(n), ..signs(u64::from(n), true, Some(2 * n)) },
             |n| signs(u64::from(n), false, Some(2 * n)),
             |n| signs(u64::from(n), true, Some(n)),
         ];
