@@ -196,7 +196,7 @@ impl Backing {
     }
 
     /// Gives room that nothing is in back to where the backing lies, but for a few segments that are written to soon. May
-    /// wait for the medium; for now and then.
+    /// wait for the medium: call it every few seconds, from a thread that may wait.
     pub fn tidy(&self) {
         loop {
             // While room is short, what is there already is the only room that is sure.

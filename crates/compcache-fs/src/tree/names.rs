@@ -34,7 +34,7 @@ impl Made {
 }
 
 impl Tree {
-    /// What a name stands for now.
+    /// What a name stands for at this moment.
     pub fn find(&self, parent: INodeNo, name: &OsStr) -> io::Result<Made> {
         let parent = self.inodes.get(parent)?;
         self.find_in(&parent, name)
