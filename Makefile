@@ -40,7 +40,11 @@ bench: bench-build
 	$(RELEASE)/compcache-bench disk
 	$(RELEASE)/compcache-bench disk-memory
 	$(RELEASE)/compcache-bench swap-latency
+	$(RELEASE)/compcache-bench tiers
 	$(RELEASE)/compcache-bench writeback
+	$(RELEASE)/compcache-bench --runs 1 apps
+	$(RELEASE)/compcache-bench iozone --content real
+	$(RELEASE)/compcache-bench iozone --disk throttled
 	$(RELEASE)/compcache-bench scan --content python --order sequential,random --sides zram:lz4,swap:lz4
 	$(RELEASE)/compcache-bench --runs 3 emulated
 

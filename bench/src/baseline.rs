@@ -5,6 +5,7 @@
 //! | `zram:lz4`      | swap on a zram device with that compressor (`lzo-rle`, `lzo`, `zstd`: what the kernel has) |
 //! | `zswap:lzo`     | zswap with that compressor, in front of a swap file                                    |
 //! | `disk`          | a swap file alone: a loop device with direct I/O, throttled when asked                 |
+//! | `disk-2009`, `zswap-2009:lzo` | the same on a disk that is as slow as one of 2009: [`Throttle::OF_2009`] |
 //! | `swap:lz4`      | not the kernel's: swap on a disk of ours (`compcache serve`) over FUSE and a loop device |
 //! | `swap-ublk:lz4` | the same over ublk                                                                     |
 //! | `none`          | the limit alone; the kernel ends what does not fit                                     |
@@ -27,13 +28,41 @@ use std::str::FromStr;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use crate::device::{Device, Kind, Over, Server};
+use crate::device::{Device, Kind, Over, Server, mount};
 use crate::session::{Session, Undo};
 use cgroup::Cgroup;
 use loop_device::Throttle;
 
 /// Larger than any scenario needs, so that swap space never runs out.
 const SWAP_BYTES: u64 = 4 << 30;
+/// The same for spill files; mkfs takes longer for more.
+const SPILL_BYTES: u64 = 2 << 30;
+
+/// How fast the disk is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Speed {
+    /// As it is.
+    Full,
+    /// [`Throttle::OF_2009`].
+    Of2009,
+}
+
+impl Speed {
+    /// What is added to the word for a side.
+    pub fn suffix(self) -> &'static str {
+        match self {
+            Speed::Full => "",
+            Speed::Of2009 => "-2009",
+        }
+    }
+
+    fn throttle(self) -> Throttle {
+        match self {
+            Speed::Full => Throttle::default(),
+            Speed::Of2009 => Throttle::OF_2009,
+        }
+    }
+}
 
 /// Which of the kernel's paths.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,9 +70,9 @@ pub enum SwapPath {
     /// Swap on zram with this compressor.
     Zram(String),
     /// zswap with this compressor over a swap file.
-    Zswap(String),
+    Zswap(String, Speed),
     /// A swap file.
-    Disk,
+    Disk(Speed),
     /// Swap on a disk of ours, with this codec.
     Ours(String, Over),
     /// No swap.
@@ -56,12 +85,16 @@ impl FromStr for SwapPath {
     fn from_str(word: &str) -> Result<SwapPath, String> {
         match word.split_once(':').unwrap_or((word, "")) {
             ("zram", codec) if !codec.is_empty() => Ok(SwapPath::Zram(codec.to_owned())),
-            ("zswap", codec) if !codec.is_empty() => Ok(SwapPath::Zswap(codec.to_owned())),
-            ("disk", "") => Ok(SwapPath::Disk),
+            ("zswap", codec) if !codec.is_empty() => Ok(SwapPath::Zswap(codec.to_owned(), Speed::Full)),
+            ("zswap-2009", codec) if !codec.is_empty() => Ok(SwapPath::Zswap(codec.to_owned(), Speed::Of2009)),
+            ("disk", "") => Ok(SwapPath::Disk(Speed::Full)),
+            ("disk-2009", "") => Ok(SwapPath::Disk(Speed::Of2009)),
             ("swap", codec) if !codec.is_empty() => Ok(SwapPath::Ours(codec.to_owned(), Over::Loop)),
             ("swap-ublk", codec) if !codec.is_empty() => Ok(SwapPath::Ours(codec.to_owned(), Over::Ublk)),
             ("none", "") => Ok(SwapPath::None),
-            _ => Err(format!("{word:?} is none of zram:CODEC, zswap:CODEC, swap[-ublk]:CODEC, disk, none")),
+            _ => {
+                Err(format!("{word:?} is none of zram:CODEC, zswap[-2009]:CODEC, swap[-ublk]:CODEC, disk[-2009], none"))
+            }
         }
     }
 }
@@ -70,8 +103,8 @@ impl fmt::Display for SwapPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             SwapPath::Zram(codec) => f.pad(&format!("zram:{codec}")),
-            SwapPath::Zswap(codec) => f.pad(&format!("zswap:{codec}")),
-            SwapPath::Disk => f.pad("disk"),
+            SwapPath::Zswap(codec, speed) => f.pad(&format!("zswap{}:{codec}", speed.suffix())),
+            SwapPath::Disk(speed) => f.pad(&format!("disk{}", speed.suffix())),
             SwapPath::Ours(codec, over) => f.pad(&format!("swap{}:{codec}", over.suffix())),
             SwapPath::None => f.pad("none"),
         }
@@ -110,7 +143,7 @@ enum Store<'s> {
 }
 
 impl<'s> Baseline<'s> {
-    /// Sets up `path` and a control group limited to `limit_bytes`. `compcache` is the binary that [`SwapPath::Ours`] runs,
+    /// Sets up `path` and a control group limited to `limit_bytes`. A `throttle` that slows nothing down leaves a disk's speed to `path`. `compcache` is the binary that [`SwapPath::Ours`] runs,
     /// outside that group.
     ///
     /// # Errors
@@ -130,15 +163,15 @@ impl<'s> Baseline<'s> {
         made.store = match path {
             SwapPath::None => Store::Nothing,
             SwapPath::Zram(codec) => Store::Zram(set_up_zram(session, codec)?),
-            SwapPath::Disk => Store::Disk(made.set_up_disk(throttle)?),
+            SwapPath::Disk(speed) => Store::Disk(made.set_up_disk(throttle.or(speed.throttle()))?),
             SwapPath::Ours(codec, over) => {
                 let kind = Kind::Ours { codec: codec.clone(), over: *over, binary: None };
                 let device = Device::set_up(session, &kind, SWAP_BYTES, compcache)?;
                 swap::on(session, device.path(), SWAP_BYTES)?;
                 Store::Ours(Box::new(device))
             }
-            SwapPath::Zswap(codec) => {
-                let device = made.set_up_disk(throttle)?;
+            SwapPath::Zswap(codec, speed) => {
+                let device = made.set_up_disk(throttle.or(speed.throttle()))?;
                 zswap::enable(session, codec)?;
                 Store::Zswap(device)
             }
@@ -150,6 +183,22 @@ impl<'s> Baseline<'s> {
     pub fn counting(session: &'s Session) -> Baseline<'s> {
         let mark = session.mark();
         Baseline { session, mark, cgroup: Cgroup::make(session, None).ok(), store: Store::Nothing }
+    }
+
+    /// As [`Baseline::counting`], and a file system on a disk such as [`SwapPath::Disk`] swaps to, for what a run of ours spills. Returns
+    /// its directory, too.
+    ///
+    /// # Errors
+    /// There is no control group, no loop device, or no mkfs.ext4.
+    pub fn spilling(session: &'s Session, speed: Speed) -> Result<(Baseline<'s>, PathBuf)> {
+        let mut made = Baseline { session, mark: session.mark(), cgroup: None, store: Store::Nothing };
+        made.cgroup = Some(Cgroup::make(session, None)?);
+        let device = made.attach_file("spill", SPILL_BYTES)?;
+        mount::make_ext4(&device)?;
+        let point = session.directory().join("spill.ext4");
+        mount::on(session, &device, &point, "ext4", "")?;
+        loop_device::throttle(session, &device, speed.throttle(), made.cgroup.as_ref())?;
+        Ok((made, point))
     }
 
     /// The control group that the program enters.
@@ -187,13 +236,17 @@ impl<'s> Baseline<'s> {
     }
 
     fn set_up_disk(&self, throttle: Throttle) -> Result<PathBuf> {
-        let file = self.session.directory().join("swap");
-        self.session.note(Undo::File(file.clone()))?;
-        loop_device::make_file(&file, SWAP_BYTES)?;
-        let device = loop_device::attach(self.session, &file)?;
+        let device = self.attach_file("swap", SWAP_BYTES)?;
         loop_device::throttle(self.session, &device, throttle, self.cgroup.as_ref())?;
         swap::on(self.session, &device, SWAP_BYTES)?;
         Ok(device)
+    }
+
+    fn attach_file(&self, name: &str, bytes: u64) -> Result<PathBuf> {
+        let file = self.session.directory().join(name);
+        self.session.note(Undo::File(file.clone()))?;
+        loop_device::make_file(&file, bytes)?;
+        loop_device::attach(self.session, &file)
     }
 }
 

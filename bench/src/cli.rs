@@ -16,7 +16,8 @@ use crate::session::{self, Session};
 use crate::side::Bench;
 use crate::table::mib;
 use crate::{
-    dd, disk, disk_memory, emulated, hotcold, latency, programs, record, scan, store, swap_latency, writeback,
+    apps, dd, disk, disk_memory, emulated, hotcold, iozone, latency, plot, programs, record, scan, store, swap_latency,
+    tiers, writeback,
 };
 
 /// Compares compcache with the kernel's own compressed memory, side by side in one run.
@@ -54,6 +55,8 @@ enum Command {
     Latency(latency::Options),
     /// Real programs in a quarter of their memory, outputs compared.
     Programs(programs::Options),
+    /// Programs in half of their memory over a disk: swap, zram, zswap, and ours with a spill file.
+    Apps(apps::Options),
     /// A file on an ext4, read and written with dd, on ours and on the kernel's disks in RAM.
     Dd(dd::Options),
     /// 4 KiB blocks at random, read and written with fio, on ours and on the kernel's disks in RAM.
@@ -62,12 +65,23 @@ enum Command {
     SwapLatency(swap_latency::Options),
     /// What a disk that holds a source tree costs in memory.
     DiskMemory(disk_memory::Options),
+    /// What cold pages take in memory, and how long a read of each tier waits.
+    Tiers(tiers::Options),
+    /// The nine columns of IOzone on a file twice as large as memory, with and without the compressed page cache.
+    Iozone(iozone::Options),
     /// Pages leaving memory for a file, and read back from there, beside fio on the same file.
     Writeback(writeback::Options),
     /// dd on a disk of ours over ublk, and swap there, beside the kernel's own, in emulated machines.
     Emulated(emulated::Options),
     /// Run a command under a memory limit with one of the kernel's paths.
     Baseline(BaselineOptions),
+    /// Draw a record of apps, iozone or writeback.
+    Plot {
+        /// The record: a file of --record.
+        record: PathBuf,
+        /// The picture, as SVG [default: beside the record].
+        picture: Option<PathBuf>,
+    },
     /// Make the page images that are missing, and say what each holds.
     Corpus,
     /// Undo what a bench left that died together with its guard.
@@ -121,13 +135,20 @@ pub fn run() -> Result<u8> {
         Command::Hotcold(options) => hotcold::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Latency(options) => latency::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Programs(options) => programs::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::Apps(options) => apps::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Dd(options) => dd::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Disk(options) => disk::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::SwapLatency(options) => swap_latency::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::DiskMemory(options) => disk_memory::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::Tiers(options) => tiers::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::Iozone(options) => iozone::run(&begin()?, options, cli.quick, cli.runs, record)?,
         Command::Writeback(options) => writeback::run(options, cli.quick, rounds, record)?,
         Command::Emulated(options) => emulated::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Baseline(options) => return baseline(options, &compcache_path(cli.compcache.clone())?),
+        Command::Plot { record, picture } => {
+            let beside = record.with_extension("svg");
+            plot::run(record, picture.as_ref().unwrap_or(&beside))?;
+        }
         Command::Corpus => list_corpus(),
         Command::Undo => println!("{} steps undone", session::undo()?),
         Command::Guard { journal } => session::guard(journal)?,

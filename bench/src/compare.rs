@@ -43,6 +43,17 @@ impl<'b> Comparison<'b> {
 
     /// Runs `job` on every side in every round. `question` says in the record what was asked.
     pub fn ask(&mut self, question: &Value, sides: &[Side], cap_bytes: u64, job: &Job) -> Answers {
+        self.ask_with(question, sides, |_| cap_bytes, job)
+    }
+
+    /// As [`Comparison::ask`], each side under a cap of its own.
+    pub fn ask_with(
+        &mut self,
+        question: &Value,
+        sides: &[Side],
+        cap_bytes: impl Fn(&Side) -> u64,
+        job: &Job,
+    ) -> Answers {
         let mut runs: Vec<Vec<Option<SideRun>>> = sides.iter().map(|_| Vec::new()).collect();
         let mut missing = vec![false; sides.len()];
         for round in 0..self.rounds {
@@ -52,6 +63,7 @@ impl<'b> Comparison<'b> {
             }
             for (place, &nth) in order.iter().enumerate() {
                 let attempts = if missing[nth] { 0 } else { ATTEMPTS };
+                let cap_bytes = cap_bytes(&sides[nth]);
                 let mut kept = None;
                 for _ in 0..attempts {
                     let run = self.one_run(&sides[nth], cap_bytes, job, &mut missing[nth]);
@@ -102,7 +114,7 @@ impl<'b> Comparison<'b> {
                 }
                 if !is_good(&run) {
                     // That the kernel ends a program which it finds no room for is an answer, not a fault of ours.
-                    self.failures += usize::from(matches!(side, Side::Ours(_)) || run.outcome.exit == 0);
+                    self.failures += usize::from(side.is_ours() || run.outcome.exit == 0);
                     let what = match run.outcome {
                         Outcome { out_of_patience: true, .. } => "took longer than --patience allows, and was ended",
                         Outcome { exit: 0, .. } => "wrong output",

@@ -30,9 +30,18 @@ impl Content {
     /// # Errors
     /// No kind can be had, or the file cannot be written.
     pub fn write(path: &Path, bytes: u64, record: &mut Record) -> Result<Content> {
+        let kinds: Vec<Kind> = Kind::HEAPS.into_iter().chain([Kind::Text, Kind::Elf]).collect();
+        Content::write_of(&kinds, path, bytes, record)
+    }
+
+    /// Writes `bytes` bytes of those of `kinds` that this machine has into `path`, and notes them in the record.
+    ///
+    /// # Errors
+    /// As [`Content::write`].
+    pub fn write_of(kinds: &[Kind], path: &Path, bytes: u64, record: &mut Record) -> Result<Content> {
         let pages_wanted = (bytes / compcache_testkit::PAGE_BYTES as u64) as usize;
         let mut images = Vec::new();
-        for kind in Kind::HEAPS.into_iter().chain([Kind::Text, Kind::Elf]) {
+        for &kind in kinds {
             match corpus::load(kind, corpus::IMAGE_PAGES.min(pages_wanted)) {
                 Ok(pages) => images.push((kind.name(), pages)),
                 Err(error) => println!("{kind}: not in it: {error}"),

@@ -33,6 +33,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::baseline::{Held, loop_device, zram};
 use crate::session::{Session, Undo};
@@ -178,6 +179,20 @@ impl<'s> Device<'s> {
     /// # Errors
     /// Something is missing or in use; what had been set up is undone.
     pub fn set_up(session: &'s Session, kind: &Kind, bytes: u64, compcache: &Path) -> Result<Device<'s>> {
+        Device::set_up_as(session, kind, bytes, compcache, &Value::Null)
+    }
+
+    /// As [`Device::set_up`]; a disk of ours is made as the fields of `wanted` say.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn set_up_as(
+        session: &'s Session,
+        kind: &Kind,
+        bytes: u64,
+        compcache: &Path,
+        wanted: &Value,
+    ) -> Result<Device<'s>> {
         let mark = session.mark();
         let directory = new_directory(session)?;
         let mut device = Device { session, mark, path: PathBuf::new(), directory, keeper: Keeper::Kernel };
@@ -197,7 +212,8 @@ impl<'s> Device<'s> {
             Kind::Nbdkit(allocator) => device.set_up_nbdkit(allocator, bytes)?,
             Kind::Ours { codec, over, binary } => {
                 let compcache = binary.as_deref().unwrap_or(compcache);
-                let (server, path) = Server::start(session, &device.directory, compcache, (codec, *over), bytes)?;
+                let (server, path) =
+                    Server::start(session, &device.directory, compcache, (codec, *over), bytes, wanted)?;
                 device.keeper = Keeper::Server(Box::new(server));
                 device.path = path;
             }

@@ -3,6 +3,7 @@
 //! Sides take turns, results are ratios of runs that followed each other, and what is set up (control groups, zram and
 //! loop devices, swap, zswap's parameters) is undone however the bench ends: see [`session`].
 
+mod apps;
 mod baseline;
 mod cli;
 mod clock;
@@ -14,8 +15,10 @@ mod disk;
 mod disk_memory;
 mod emulated;
 mod hotcold;
+mod iozone;
 mod laps;
 mod latency;
+mod plot;
 mod programs;
 mod record;
 mod run;
@@ -26,6 +29,7 @@ mod stat;
 mod store;
 mod swap_latency;
 mod table;
+mod tiers;
 mod trace;
 mod writeback;
 

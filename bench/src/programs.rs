@@ -4,7 +4,7 @@
 //! byte, what it is without a cap? Each program runs once without a cap; its output is kept, and its peak of resident
 //! anonymous memory, divided by four, is the cap.
 
-mod inputs;
+pub mod inputs;
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -16,17 +16,18 @@ use serde_json::{Value, json};
 
 use crate::compare::{Answers, Comparison};
 use crate::record::Record;
-use crate::run::{Job, Output};
+use crate::run::{Job, Outcome, Output};
 use crate::scan::{parse_sides, print_targets};
 use crate::side::{Bench, Side, SideRun};
 use crate::stat::Target;
 use crate::table::{Table, cell, mib};
+use inputs::Much;
 
 /// What `programs` can be asked on the command line.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// Only these: python, sort, gcc, sqlite, node, java.
-    #[arg(long, value_delimiter = ',')]
+    /// Only these; also fft, simulator, simulators, build, filter, redis.
+    #[arg(long, value_delimiter = ',', default_value = "python,sort,gcc,sqlite,node,java")]
     only: Vec<String>,
     /// The sides; the first is what the others are divided by.
     #[arg(long, value_delimiter = ',')]
@@ -42,8 +43,33 @@ pub struct Program {
     pub name: &'static str,
     /// The program and its arguments.
     pub words: Vec<OsString>,
+    /// The programs that have to be there.
+    pub needs: Vec<OsString>,
     /// What it needs in its environment to do the same every time.
     pub environment: Vec<(&'static str, OsString)>,
+}
+
+impl Program {
+    /// What of it is not installed.
+    pub fn lacks(&self) -> Option<&OsString> {
+        self.needs.iter().find(|name| find_program(&name.to_string_lossy()).is_none())
+    }
+
+    /// Runs it once without a cap, its output kept in `reference`. Returns what it took, and the job to run it again and compare.
+    ///
+    /// # Errors
+    /// It could not be run, or failed.
+    pub fn alone(&self, bench: &Bench, reference: &Path) -> Result<(Outcome, Job)> {
+        let mut job = Job::new(self.words.iter());
+        job.environment = self.environment.clone();
+        job.output = Output::Save(reference.to_owned());
+        let alone = bench.run(&Side::Uncapped, 0, &job)?.outcome;
+        if alone.exit != 0 {
+            bail!("{} fails without a cap, exit status {}: {}", self.name, alone.exit, alone.stderr);
+        }
+        job.output = Output::Compare(reference.to_owned());
+        Ok((alone, job))
+    }
 }
 
 /// Runs the scenario.
@@ -58,9 +84,10 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         false => parse_sides(&options.sides)?,
     };
     let mut targets = Vec::new();
-    for program in inputs::make_all(bench.session().directory(), quick, &options.only)? {
-        if find_program(&program.words[0].to_string_lossy()).is_none() {
-            println!("\n{}: not here: {:?} is not installed", program.name, program.words[0]);
+    let much = if quick { Much::Small } else { Much::Full };
+    for program in inputs::make_all(bench.session().directory(), much, &options.only)? {
+        if let Some(lacking) = program.lacks() {
+            println!("\n{}: not here: {lacking:?} is not installed", program.name);
             continue;
         }
         targets.push(compare(&mut comparison, &program, &sides, options.part)?);
@@ -74,14 +101,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
 
 fn compare(comparison: &mut Comparison<'_>, program: &Program, sides: &[Side], part: u64) -> Result<Target> {
     let reference = comparison.bench.session().directory().join(format!("{}.out", program.name));
-    let mut job = Job::new(program.words.iter());
-    job.environment = program.environment.clone();
-    job.output = Output::Save(reference.clone());
-    let alone = comparison.bench.run(&Side::Uncapped, 0, &job)?.outcome;
-    if alone.exit != 0 {
-        bail!("{} fails without a cap, exit status {}: {}", program.name, alone.exit, alone.stderr);
-    }
-    job.output = Output::Compare(reference.clone());
+    let (alone, job) = program.alone(comparison.bench, &reference)?;
     let cap_bytes = alone.peak.resident_bytes / part / 4096 * 4096;
     let output_bytes = reference.metadata()?.len();
     let (peak, cap, output) = (mib(alone.peak.resident_bytes), mib(cap_bytes), mib(output_bytes));

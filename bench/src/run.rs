@@ -9,7 +9,6 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Command, ExitStatus, Stdio};
@@ -162,7 +161,6 @@ fn prepare(job: &Job, place: &Baseline<'_>) -> Result<Command> {
     if !matches!(job.output, Output::Inherit) {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     }
-    let entrance = place.cgroup().map(|group| group.entrance()).transpose()?;
     let pin = job.pin;
     let place_itself = move || {
         // SAFETY: prctl(2) with numbers, and sched_setaffinity(2) with a set that lives on this stack and says its size.
@@ -177,16 +175,13 @@ fn prepare(job: &Job, place: &Baseline<'_>) -> Result<Command> {
                 }
             }
         }
-        if let Some(file) = &entrance {
-            // SAFETY: write(2) of one byte of a constant to a descriptor that the closure owns.
-            if unsafe { libc::write(file.as_raw_fd(), b"0".as_ptr().cast(), 1) } != 1 {
-                return Err(io::Error::last_os_error());
-            }
-        }
         Ok(())
     };
     // SAFETY: between fork and exec the closure makes system calls alone: no allocation, no lock.
     unsafe { command.pre_exec(place_itself) };
+    if let Some(group) = place.cgroup() {
+        group.take_in(&mut command)?;
+    }
     Ok(command)
 }
 
@@ -276,7 +271,7 @@ fn pause(place: &Baseline<'_>, ended: &AtomicBool) {
 }
 
 /// Anonymous memory of all `processes`, and the largest shared memory among them (a tree shares one).
-fn resident_bytes(processes: &[u32]) -> u64 {
+pub fn resident_bytes(processes: &[u32]) -> u64 {
     let mut anonymous = 0;
     let mut shared = 0;
     for pid in processes {

@@ -1,6 +1,7 @@
 //! The sides of a comparison: ours, each of the kernel's paths, and no cap at all.
 
 use std::cell::Cell;
+use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -9,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 
 use crate::baseline::loop_device::Throttle;
-use crate::baseline::{Baseline, SwapPath};
+use crate::baseline::{Baseline, Speed, SwapPath};
 use crate::run::{self, Job, Outcome};
 use crate::session::Session;
 
@@ -18,6 +19,8 @@ use crate::session::Session;
 pub enum Side {
     /// `compcache run` with this codec.
     Ours(String),
+    /// `compcache run --ram ... --spill` with this codec, the file on a disk of this speed. The cap is one on all memory, ours too.
+    Spill(String, Speed),
     /// The kernel under a memory control group.
     Kernel(SwapPath),
     /// No cap: what the program costs by itself.
@@ -30,8 +33,13 @@ impl FromStr for Side {
     fn from_str(word: &str) -> Result<Side, String> {
         match word.split_once(':').unwrap_or((word, "lz4")) {
             ("ours", codec) => Ok(Side::Ours(codec.to_owned())),
+            ("spill", codec) => Ok(Side::Spill(codec.to_owned(), Speed::Full)),
+            ("spill-2009", codec) => Ok(Side::Spill(codec.to_owned(), Speed::Of2009)),
             ("uncapped", "lz4") => Ok(Side::Uncapped),
-            _ => word.parse().map(Side::Kernel).map_err(|error| format!("{error}, ours[:CODEC], uncapped")),
+            _ => word
+                .parse()
+                .map(Side::Kernel)
+                .map_err(|error| format!("{error}, ours[:CODEC], spill[-2009][:CODEC], uncapped")),
         }
     }
 }
@@ -40,6 +48,7 @@ impl fmt::Display for Side {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Side::Ours(codec) => f.pad(&format!("ours:{codec}")),
+            Side::Spill(codec, speed) => f.pad(&format!("spill{}:{codec}", speed.suffix())),
             Side::Kernel(path) => path.fmt(f),
             Side::Uncapped => f.pad("uncapped"),
         }
@@ -47,6 +56,11 @@ impl fmt::Display for Side {
 }
 
 impl Side {
+    /// Whether it is compcache that runs the program.
+    pub fn is_ours(&self) -> bool {
+        matches!(self, Side::Ours(_) | Side::Spill(..))
+    }
+
     /// Reads a list of words that the program itself wrote down.
     pub fn list(words: &[&str]) -> Vec<Side> {
         words.iter().map(|word| word.parse().expect("a side that is written in the source")).collect()
@@ -122,7 +136,15 @@ impl Bench {
     pub fn run(&self, side: &Side, cap_bytes: u64, job: &Job) -> Result<SideRun> {
         let job = &Job { patience: self.patience, ..job.clone() };
         match side {
-            Side::Ours(codec) => self.run_ours(codec, cap_bytes, job),
+            Side::Ours(codec) => {
+                let place = Baseline::counting(&self.session);
+                self.run_ours(&["--resident".into(), cap_bytes.to_string().into()], codec, job, &place)
+            }
+            Side::Spill(codec, speed) => {
+                let (place, directory) = Baseline::spilling(&self.session, *speed)?;
+                let limit = cap_bytes.to_string();
+                self.run_ours(&["--ram".into(), limit.into(), "--spill".into(), directory.into()], codec, job, &place)
+            }
             Side::Kernel(path) => {
                 let place = Baseline::set_up(&self.session, path, cap_bytes, Throttle::default(), &self.compcache)?;
                 Ok(SideRun { outcome: run::run(job, &place)?, stats: None })
@@ -134,7 +156,7 @@ impl Bench {
         }
     }
 
-    fn run_ours(&self, codec: &str, cap_bytes: u64, job: &Job) -> Result<SideRun> {
+    fn run_ours(&self, limits: &[OsString], codec: &str, job: &Job, place: &Baseline<'_>) -> Result<SideRun> {
         if !self.compcache.is_file() {
             bail!(
                 "{} is not there: build it (cargo build --release) or say --compcache PATH",
@@ -143,12 +165,12 @@ impl Bench {
         }
         self.runs.set(self.runs.get() + 1);
         let stats = self.session.directory().join(format!("stats.{}.json", self.runs.get()));
-        let mut words = vec![self.compcache.clone().into(), "run".into(), "--resident".into()];
-        words.extend([cap_bytes.to_string().into(), "--codec".into(), codec.into()]);
+        let mut words = vec![self.compcache.clone().into(), "run".into()];
+        words.extend_from_slice(limits);
+        words.extend(["--codec".into(), codec.into()]);
         words.extend(["--stats".into(), stats.clone().into(), "--".into()]);
         words.extend(job.words.iter().cloned());
-        let place = Baseline::counting(&self.session);
-        let outcome = run::run(&Job { words, ..job.clone() }, &place)?;
+        let outcome = run::run(&Job { words, ..job.clone() }, place)?;
         let text = std::fs::read_to_string(&stats).unwrap_or_default();
         Ok(SideRun { outcome, stats: serde_json::from_str(&text).ok() })
     }

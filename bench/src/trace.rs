@@ -17,8 +17,10 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 
 use crate::baseline::{read_trimmed, write};
+use crate::device::mount;
 use crate::session::{NAME, Session, Undo};
 
+const TRACEFS: &str = "/sys/kernel/tracing";
 const INSTANCES: &str = "/sys/kernel/tracing/instances";
 const BUFFER_KILOBYTES: &str = "98304";
 const MARK: &str = "compcache-bench-mark";
@@ -39,11 +41,15 @@ pub struct Bios {
 }
 
 impl Trace {
-    /// Begins to trace the bios of `device`.
+    /// Begins to trace the bios of `device`. Mounts tracefs for as long as the session lasts where nobody has.
     ///
     /// # Errors
     /// This kernel or this user cannot trace.
     pub fn begin(session: &Session, device: &Path) -> Result<Trace> {
+        if !Path::new(INSTANCES).exists() {
+            let tracefs = Path::new("tracefs");
+            mount::on(session, tracefs, Path::new(TRACEFS), "tracefs", "").context("this machine does not trace")?;
+        }
         let directory = Path::new(INSTANCES).join(session.unique_name());
         session.note(Undo::Trace(directory.clone()))?;
         fs::create_dir(&directory).context("this machine does not trace (tracefs, root)")?;

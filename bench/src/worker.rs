@@ -1,4 +1,4 @@
-//! The memory that the worker programs (`scan`, `hotcold`, `latency`) fill, touch and check.
+//! The memory that the worker programs (`scan`, `hotcold`, `latency`) fill, touch and check; what `columns` does is in [`columns`].
 //!
 //! The workers are ordinary programs: dynamically linked, libc's malloc, one `mmap` of private anonymous memory. They
 //! know nothing of who pages them. Every touch checks what it reads, and a last look checks every byte:
@@ -9,6 +9,9 @@
 //! | `same[:BYTE]`| that byte, 4096 times (as published)       | word 0 is right; writes it again       | every byte              |
 //!
 //! Tables kept beside the memory: 8 bytes of hash a page. They are memory of the program like any other.
+
+pub mod columns;
+pub mod pattern;
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};

@@ -7,8 +7,12 @@
 //! [`Cgroup::refresh`]. It helps the kernel's side, at a cost below one percent of a CPU.
 
 use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -48,16 +52,65 @@ impl Cgroup {
         let statistics = File::open(path.join("memory.stat")).context("memory.stat")?;
         let group = Cgroup { path, unified, statistics };
         if let Some(bytes) = limit_bytes {
-            let file = if unified { "memory.max" } else { "memory.limit_in_bytes" };
-            write(group.path.join(file), &bytes.to_string())?;
+            group.limit(bytes)?;
         }
         Ok(group)
     }
 
-    /// The file to which a process writes `0` to enter.
-    pub fn entrance(&self) -> Result<File> {
+    /// A group inside this one, limited to `limit_bytes`, for some of the processes. It goes when this one goes.
+    ///
+    /// # Errors
+    /// As [`Cgroup::make`].
+    pub fn inside(&self, name: &str, limit_bytes: u64) -> Result<Cgroup> {
+        if self.unified {
+            write(self.path.join("cgroup.subtree_control"), "+memory")?;
+        }
+        let path = self.path.join(name);
+        fs::create_dir(&path).with_context(|| format!("cannot make the control group {}", path.display()))?;
+        let statistics = File::open(path.join("memory.stat")).context("memory.stat")?;
+        let group = Cgroup { path, unified: self.unified, statistics };
+        group.limit(limit_bytes)?;
+        Ok(group)
+    }
+
+    fn limit(&self, bytes: u64) -> Result<()> {
+        let file = if self.unified { "memory.max" } else { "memory.limit_in_bytes" };
+        write(self.path.join(file), &bytes.to_string())
+    }
+
+    /// Keeps memory of the group, and of those that will be made inside it, out of the machine's swap. To be called before it is used.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn keep_in_memory(&self) -> Result<()> {
+        let file = if self.unified { "memory.swap.max" } else { "memory.swappiness" };
+        let path = self.path.join(file);
+        // A kernel without swap has none of them.
+        if path.exists() { write(path, "0") } else { Ok(()) }
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Has the process that `command` will start enter the group.
+    ///
+    /// # Errors
+    /// The group is not there any more.
+    pub fn take_in(&self, command: &mut Command) -> Result<()> {
         let path = self.path.join("cgroup.procs");
-        OpenOptions::new().write(true).open(&path).with_context(|| path.display().to_string())
+        let entrance = OpenOptions::new().write(true).open(&path).with_context(|| path.display().to_string())?;
+        let enter = move || {
+            // SAFETY: write(2) of one byte of a constant to a descriptor that the closure owns.
+            match unsafe { libc::write(entrance.as_raw_fd(), b"0".as_ptr().cast(), 1) } {
+                1 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        };
+        // SAFETY: between fork and exec the closure makes one system call: no allocation, no lock.
+        unsafe { command.pre_exec(enter) };
+        Ok(())
     }
 
     /// The processes in it.
@@ -68,6 +121,13 @@ impl Cgroup {
     /// Memory charged to it now, page cache included.
     pub fn usage_bytes(&self) -> u64 {
         self.number(if self.unified { "memory.current" } else { "memory.usage_in_bytes" })
+    }
+
+    /// Page cache charged to it now, that of groups inside it not included.
+    pub fn page_cache_bytes(&self) -> u64 {
+        let text = fs::read_to_string(self.path.join("memory.stat")).unwrap_or_default();
+        let name = if self.unified { "file " } else { "cache " };
+        text.lines().find_map(|line| line.strip_prefix(name)?.parse().ok()).unwrap_or(0)
     }
 
     /// The most that was charged to it; 0 on kernels that do not tell.
@@ -116,9 +176,12 @@ pub fn end_processes(path: &Path) {
     }
 }
 
-/// Removes the group; no error when it is gone.
+/// Removes the group and those inside it; no error when it is gone.
 pub fn remove(path: &Path) -> Result<()> {
     if path.exists() {
+        for inside in fs::read_dir(path)?.flatten().filter(|one| one.file_type().is_ok_and(|kind| kind.is_dir())) {
+            remove(&inside.path())?;
+        }
         end_processes(path);
         fs::remove_dir(path)?;
     }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::run::resident_bytes;
 use crate::session::{Session, Undo};
 
 /// How long a server may take until it serves, and to end when told to.
@@ -55,13 +56,35 @@ impl Process {
         Ok(())
     }
 
+    /// Its anonymous and shared memory that is resident.
+    pub fn resident_bytes(&self) -> u64 {
+        resident_bytes(&[self.child.id()])
+    }
+
     /// Seconds of CPU of all its threads so far, in user mode and in the kernel.
     pub fn cpu_s(&self) -> f64 {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap_or_default();
-        let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
-        let ticks = after_name.split_whitespace().skip(11).take(2).filter_map(|field| field.parse::<u64>().ok());
-        ticks.sum::<u64>() as f64 / ticks_a_second()
+        cpu_s(self.child.id())
     }
+
+    /// Waits until it has ended by itself; without end, unless whoever uses it has gone.
+    pub fn wait(&mut self) -> Result<()> {
+        let status = self.child.wait()?;
+        match status.success() {
+            true => Ok(()),
+            false => {
+                let said = fs::read_to_string(log_of(&self.directory, &self.name)).unwrap_or_default();
+                bail!("{} ended with {status}: {}", self.name, said.trim())
+            }
+        }
+    }
+}
+
+/// Seconds of CPU of all threads of a process so far, in user mode and in the kernel; 0 once it is gone.
+pub fn cpu_s(pid: u32) -> f64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
+    let ticks = after_name.split_whitespace().skip(11).take(2).filter_map(|field| field.parse::<u64>().ok());
+    ticks.sum::<u64>() as f64 / ticks_a_second()
 }
 
 impl Drop for Process {

@@ -2,7 +2,7 @@
 //!
 //! For tests and for looking into trouble: it keeps a second copy of everything, and lets one request change the device at
 //! a time (reads go side by side). What becomes of the blocks of a write that failed is not known, so they are not
-//! checked until they are written or discarded whole. A device whose size changes is to be changed through
+//! checked until they are written or discarded whole; those of one that must wait, not until it was asked for again and is done. A device whose size changes is to be changed through
 //! [`Checked::resize`]: what was cut off would be missed otherwise, and be called a lie.
 
 use std::collections::HashSet;
@@ -28,6 +28,8 @@ struct Memory {
     /// Reaches as far as anything was written; beyond are zeroes.
     bytes: Vec<u8>,
     unknown_blocks: HashSet<u64>,
+    /// Requests that must wait, by offset and length: nobody knows what they have done so far.
+    waiting: Vec<(u64, u64)>,
 }
 
 impl Checked {
@@ -74,12 +76,18 @@ impl Memory {
             let known = self.bytes.get(offset as usize..).unwrap_or_default();
             let (kept, beyond) = told.split_at(length.min(known.len()));
             let honest = known.starts_with(kept) && beyond.iter().all(|byte| *byte == 0);
-            if !honest && !self.unknown_blocks.contains(&(offset / BLOCK)) {
+            if !honest && !self.is_unknown(offset / BLOCK) {
                 return Some(offset / BLOCK);
             }
             at += length;
         }
         None
+    }
+
+    fn is_unknown(&self, block: u64) -> bool {
+        let touches =
+            |&(offset, length): &(u64, u64)| (offset / BLOCK..(offset + length).div_ceil(BLOCK)).contains(&block);
+        self.unknown_blocks.contains(&block) || self.waiting.iter().any(touches)
     }
 
     fn reach(&mut self, end: u64) {
@@ -91,6 +99,7 @@ impl Memory {
     fn cut_off(&mut self, size_bytes: u64) {
         self.bytes.truncate(usize::try_from(size_bytes).unwrap_or(usize::MAX));
         self.unknown_blocks.retain(|block| *block < size_bytes / BLOCK);
+        self.waiting.retain(|(offset, _)| *offset < size_bytes);
     }
 
     fn wrote(&mut self, offset_bytes: u64, from: &[u8]) {
@@ -110,6 +119,9 @@ impl Memory {
     fn knows(&mut self, offset_bytes: u64, length_bytes: u64) {
         let whole = Split::new(offset_bytes, length_bytes).whole;
         self.unknown_blocks.retain(|block| !whole.contains(block));
+        // Whoever had to wait may never ask again.
+        let (start, end) = (whole.start * BLOCK, whole.end * BLOCK);
+        self.waiting.retain(|&(offset, length)| offset < start || offset + length > end);
     }
 
     fn knows_not(&mut self, offset_bytes: u64, length_bytes: u64) {
@@ -124,10 +136,16 @@ impl Memory {
         length_bytes: u64,
         done: impl FnOnce(&mut Memory),
     ) {
+        let request = (offset_bytes, length_bytes);
+        // Asked for again, if it had to wait.
+        if let Some(before) = self.waiting.iter().position(|waiting| *waiting == request) {
+            self.waiting.swap_remove(before);
+        }
         match outcome {
             Ok(Outcome::Done(())) => done(self),
             Err(DeviceError::BeyondEnd { .. }) => {}
-            Ok(Outcome::MustWait) | Err(_) => self.knows_not(offset_bytes, length_bytes),
+            Ok(Outcome::MustWait) => self.waiting.push(request),
+            Err(_) => self.knows_not(offset_bytes, length_bytes),
         }
     }
 }
@@ -199,7 +217,7 @@ impl Lane for CheckedLane {
         if let Outcome::Done(Extent { length_bytes, is_hole: true }) = outcome {
             let from = memory.bytes.len().min(offset_bytes as usize);
             let to = memory.bytes.len().min((offset_bytes + length_bytes) as usize);
-            let known = |byte: &usize| !memory.unknown_blocks.contains(&(*byte as u64 / BLOCK));
+            let known = |byte: &usize| !memory.is_unknown(*byte as u64 / BLOCK);
             if let Some(byte) = (from..to).filter(|byte| memory.bytes[*byte] != 0).find(known) {
                 return Err(self.device.caught(byte as u64 / BLOCK));
             }
@@ -250,6 +268,17 @@ mod tests {
         lane.discard(0, 4096, WAITING).unwrap();
         array.lane().unwrap().write(0, &[7; 100], WAITING).unwrap();
         assert_eq!(lane.read(0, &mut [0; 4096], WAITING), Err(DeviceError::Lied { offset_bytes: 0 }));
+    }
+
+    #[test]
+    fn what_a_write_left_alone_that_had_to_wait_is_checked_again_when_it_is_done() {
+        let mut memory = Memory::default();
+        memory.wrote(0, &[7; 8192]);
+        memory.note(&Ok(Outcome::MustWait), 100, 200, |_| unreachable!());
+        assert_eq!(memory.first_lie(0, &[8; 4096]), None);
+        assert_eq!(memory.first_lie(4096, &[8; 4096]), Some(1));
+        memory.note(&Ok(Outcome::Done(())), 100, 200, |memory| memory.wrote(100, &[9; 200]));
+        assert_eq!(memory.first_lie(0, &[7; 4096]), Some(0));
     }
 
     #[test]

@@ -35,6 +35,12 @@ pub trait BlockDevice: Send + Sync {
     /// against the size it finds.
     fn size_bytes(&self) -> u64;
 
+    /// The smallest request that a block device for it takes, in bytes; lanes take any. File systems are made for one size, and refuse
+    /// devices of a larger one. 512 to [`BLOCK_BYTES`]; does not change.
+    fn sector_bytes(&self) -> u32 {
+        BLOCK_BYTES as u32
+    }
+
     /// Whether a flush can make anything more lasting than it is when it is answered. Where it cannot, a transport may spare
     /// its users the way: a file system asks for two with each write that it waits for.
     fn needs_flush(&self) -> bool {

@@ -17,14 +17,13 @@
 //!
 //! # What keeps concurrent requests apart
 //! Whole pages are atomic in the pool. A write of a part reads and writes a page, which takes excluding those who change
-//! the same page: see [`stripes`]. Changes of the size exclude each other, and a shrinking disk waits, stripe by stripe, for
+//! the same page: see [`crate::stripes`]. Changes of the size exclude each other, and a shrinking disk waits, stripe by stripe, for
 //! the writes it has let in before it discards what lies beyond the new end; so nothing old comes back when it grows.
 //!
 //! The numbers of the pool are the disk's: [`Disk::stats`] adds the requests that were out of range, of which the pool
 //! never hears.
 
 mod lane;
-mod stripes;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -33,7 +32,7 @@ use compcache_store::{PageIndex, Pool, PoolStats};
 
 use crate::device::{BLOCK_BYTES, BlockDevice, Lane, Request, check_range, check_size};
 use crate::error::DeviceError;
-use stripes::Stripes;
+use crate::stripes::Stripes;
 
 /// A [`Pool`] as a block device. Keeps everything in RAM, compressed, or on the pool's backing; nothing lasts longer than the
 /// process.
@@ -47,6 +46,8 @@ pub struct Disk {
     reserve_only: AtomicBool,
     /// A write waited for the reserve in vain, and none has succeeded since: others need not wait.
     exhausted: AtomicBool,
+    /// Refusals by the pool of which no client hears, since others leave for the backing and the write is made again.
+    not_told: AtomicU64,
 }
 
 impl Disk {
@@ -64,10 +65,11 @@ impl Disk {
             pool,
             size_bytes: AtomicU64::new(size_bytes),
             turn: Mutex::new(()),
-            stripes: Stripes::new(),
+            stripes: Stripes::new(lane::SEGMENT_BLOCKS),
             invalid_io: AtomicU64::new(0),
             reserve_only: AtomicBool::new(false),
             exhausted: AtomicBool::new(false),
+            not_told: AtomicU64::new(0),
         })
     }
 
@@ -83,10 +85,15 @@ impl Disk {
         &self.pool
     }
 
-    /// The statistics now, those of the pool; what was out of range counts as invalid.
+    /// The statistics now, those of the pool; what was out of range counts as invalid, and as failed what failed for a client.
     pub fn stats(&self) -> PoolStats {
+        let not_told = self.not_told.load(Relaxed);
         let pool = self.pool.stats();
-        PoolStats { invalid_io: pool.invalid_io + self.invalid_io.load(Relaxed), ..pool }
+        PoolStats {
+            invalid_io: pool.invalid_io + self.invalid_io.load(Relaxed),
+            failed_writes: pool.failed_writes.saturating_sub(not_told),
+            ..pool
+        }
     }
 
     /// Changes the size while the disk is in use. What lies beyond a new, smaller end is discarded, and reads as zeroes if

@@ -147,6 +147,7 @@ impl FuseLoop {
         let lanes = Lanes::new(device.clone(), options.threads.get())?;
 
         let place = Place::create(&options.directory)?;
+        let sector_bytes = device.sector_bytes();
         let waiting = Arc::new(Waiting::new());
         let mut disk = FuseLoop {
             attached: None,
@@ -173,7 +174,7 @@ impl FuseLoop {
         let session = session.map_err(FuseLoopError::at(Step::Handshake, &point))?;
         disk.session = Some(session.spawn().map_err(FuseLoopError::at(Step::Thread, &point))?);
 
-        let attached = LoopDevice::attach(&control, &file)?;
+        let attached = LoopDevice::attach(&control, &file, sector_bytes)?;
         disk.path = attached.path();
         disk.attached = Some(attached);
         Ok(disk)

@@ -12,11 +12,12 @@
 //!          |   Lane: read, write, flush, discard, write_zeroes, extent
 //!    ======v====================================  device.rs, the seam
 //!          |   Done | MustWait | DeviceError
-//!    +-----v-----+   +-------+   +----------------------------+
-//!    | Disk      |   | Array |   | Faulty, Delayed, Checked   |--> another device
-//!    +-----+-----+   +-------+   +----------------------------+
-//!          |   pages, in runs
-//!    compcache-store: a Pool
+//!    +-----v-----+   +-------+   +------------------------------+   +---------------------------------+
+//!    | Disk      |   | Array |   | Cached                       |   | Origin: somebody's block device |
+//!    +-----+-----+   +-------+   | Faulty, Delayed, Checked     |   | or file                         |
+//!          |                     +----+------------------+------+   +---------------------------------+
+//!          |   pages, in runs         |                  +--> another device, mostly an Origin
+//!    compcache-store: a Pool     compcache-cache
 //! ```
 //!
 //! ```
@@ -48,16 +49,18 @@
 //!    none is held when a device is asked. The queue of waiting requests of a [`fuse_loop::FuseLoop`] or a [`ublk::Ublk`], and
 //!    the list of those that are done, likewise
 //! 3. a [`Disk`]'s turn to change its size
-//! 4. a [`Disk`]'s stripes of blocks: one of them, or all by their numbers; a [`Checked`]'s memory in its place
-//! 5. what is inside the store
+//! 4. a [`Disk`]'s or an [`Origin`]'s stripes of blocks: one of them, or all by their numbers; a [`Checked`]'s memory in its place
+//! 5. a cache's index, then what is inside the store
 //!
-//! Nothing here is lasting: a disk's contents end with the process. `flush` says so by succeeding at once.
+//! A [`Disk`] is not lasting: its contents end with the process. Its `flush` says so by succeeding at once.
 
 // Lifted for fuse_loop/loop_device.rs, which makes the system calls of loop devices, and fuse_loop/namespace.rs; for
 // ublk/control.rs and ublk/queue.rs, which put commands into an io_uring, and ublk/memory.rs, which maps what they need.
 #![deny(unsafe_code)]
 
+mod aligned;
 mod array;
+mod cached;
 mod checked;
 mod delayed;
 mod device;
@@ -67,13 +70,17 @@ mod faulty;
 pub mod fuse_loop;
 pub mod nbd;
 mod node;
+mod origin;
 mod range;
+mod stripes;
 pub mod ublk;
 
 pub use array::Array;
+pub use cached::{BelowStats, Cached};
 pub use checked::Checked;
 pub use delayed::Delayed;
 pub use device::{BLOCK_BYTES, BlockDevice, Extent, Lane, Manner, Outcome, Request, Zeroes, check_range, check_size};
 pub use disk::Disk;
 pub use error::DeviceError;
 pub use faulty::{Fault, Faulty};
+pub use origin::{Origin, OriginError};

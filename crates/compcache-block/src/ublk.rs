@@ -150,7 +150,7 @@ impl Ublk {
 
         let (mut disk, info) = Ublk::add(device, control, abilities, options)?;
         disk.start_threads(&info, options)?;
-        let params = params(disk.device.size_bytes(), disk.device.needs_flush());
+        let params = params(&*disk.device);
         let control = disk.control.get_mut().unwrap_or_else(PoisonError::into_inner);
         control.set_params(disk.number, params).map_err(UblkError::at(Step::Describe, &disk.path))?;
         control.start(disk.number).map_err(UblkError::at(Step::Start, &disk.path))?;
@@ -340,7 +340,7 @@ impl fmt::Debug for Ublk {
 }
 
 /// What kind of block device it is.
-fn params(size_bytes: u64, needs_flush: bool) -> Params {
+fn params(device: &dyn BlockDevice) -> Params {
     let block_shift = BLOCK_BYTES.trailing_zeros() as u8;
     let freed_sectors = (FREED_BYTES_MAX / SECTOR_BYTES) as u32;
     Params {
@@ -348,13 +348,13 @@ fn params(size_bytes: u64, needs_flush: bool) -> Params {
         types: PARAM_TYPE_BASIC | PARAM_TYPE_DISCARD,
         basic: ParamBasic {
             // Passed on where they can mean anything.
-            attrs: if needs_flush { ATTR_VOLATILE_CACHE | ATTR_FUA } else { 0 },
-            logical_bs_shift: block_shift,
+            attrs: if device.needs_flush() { ATTR_VOLATILE_CACHE | ATTR_FUA } else { 0 },
+            logical_bs_shift: device.sector_bytes().trailing_zeros() as u8,
             physical_bs_shift: block_shift,
             io_opt_shift: block_shift,
             io_min_shift: block_shift,
             max_sectors: (REQUEST_BYTES_MAX as u64 / SECTOR_BYTES) as u32,
-            dev_sectors: size_bytes / SECTOR_BYTES,
+            dev_sectors: device.size_bytes() / SECTOR_BYTES,
             ..ParamBasic::default()
         },
         discard: ParamDiscard {

@@ -12,11 +12,12 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use client::Client;
 use compcache_block::nbd::{Export, Listen, NbdServer};
-use compcache_block::{BlockDevice, Disk, Lane, Manner, Zeroes};
-use compcache_store::{PoolConfig, Store, StoreConfig};
+use compcache_block::{BlockDevice, Cached, Disk, Lane, Manner, Origin, Outcome, Zeroes};
+use compcache_store::{Codec, PoolConfig, Store, StoreConfig};
 use rustix::process::getpid;
 use rustix::thread::gettid;
 
@@ -91,6 +92,24 @@ fn use_lane(lane: &mut dyn Lane, buffer: &mut [u8]) {
     }
 }
 
+/// Reads what is in the pool.
+fn find(lane: &mut dyn Lane, buffer: &mut [u8]) {
+    for at in 0..200u64 {
+        assert_eq!(lane.read(at * 5000, buffer, Manner::AT_ONCE), Ok(Outcome::Done(())));
+    }
+}
+
+/// What drops blocks from the pool.
+fn write_through(lane: &mut dyn Lane, buffer: &[u8]) {
+    for at in 0..50u64 {
+        let offset = at * 20_000;
+        lane.write(offset, buffer, Manner { may_wait: true, fua: at % 2 == 0 }).unwrap();
+        lane.write_zeroes(offset + 100, 9000, Zeroes::AreData, Manner::WAITING).unwrap();
+        lane.discard(offset, 1 << 20, Manner::WAITING).unwrap();
+        lane.flush(Manner::WAITING).unwrap();
+    }
+}
+
 /// Asks for one thing after the other; `buffer` takes the replies.
 fn use_connection(client: &mut Client, buffer: &mut [u8]) {
     for at in 0..200u64 {
@@ -118,6 +137,19 @@ fn serving_a_request_allocates_nothing() {
     let mut lane = disk.clone().lane().unwrap();
     let mut buffer = vec![0; 100_000];
     assert_eq!(allocations(|| use_lane(&mut *lane, &mut buffer)), 0, "by a lane");
+
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(4 << 20).unwrap();
+    let origin = Arc::new(Origin::open(file.path()).unwrap());
+    let cached = Arc::new(Cached::new(origin, 16 << 20, Codec::Lz4).unwrap());
+    let mut worker = cached.cache().worker().unwrap();
+    cached.cache().keep_written(&mut worker, Duration::ZERO);
+    let mut through = cached.clone().lane().unwrap();
+    through.read(0, &mut vec![0; 4 << 20], Manner::WAITING).unwrap();
+    assert_eq!(allocations(|| find(&mut *through, &mut buffer)), 0, "where blocks are found");
+    assert_eq!(allocations(|| write_through(&mut *through, &buffer)), 0, "where they are written");
+    cached.cache().keep_written(&mut worker, Duration::ZERO);
+    assert!(cached.cache().stats().failed_puts > 0, "there were buffers for all of it");
 
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("nbd");

@@ -24,9 +24,11 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread;
 
 use compcache_block::{
-    Array, BlockDevice, Checked, DeviceError, Disk, Extent, Fault, Faulty, Lane, Manner, Outcome, Request, Zeroes,
+    Array, BlockDevice, Cached, Checked, DeviceError, Disk, Extent, Fault, Faulty, Lane, Manner, Origin, Outcome,
+    Request, Zeroes,
 };
-use compcache_store::{PoolConfig, Store, StoreConfig};
+use compcache_cache::Cache;
+use compcache_store::{Codec, PoolConfig, Store, StoreConfig};
 use compcache_testkit::features::requires;
 use compcache_testkit::seed::Seed;
 
@@ -52,6 +54,18 @@ fn disk_of(size_bytes: u64, limit_bytes: u64) -> Arc<Disk> {
 fn disk() -> Subject {
     let disk = disk_of(SIZE_BYTES, u64::MAX);
     Subject { device: disk.clone(), resize: Box::new(move |size| disk.resize(size)) }
+}
+
+/// An origin whose cache has hardly room for anything, so that blocks come and go.
+fn cached() -> Subject {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(SIZE_BYTES).unwrap();
+    let origin = Arc::new(Origin::open(file.path()).unwrap());
+    let cached = Cached::new(origin, 1 << 20, Codec::Lz4).unwrap();
+    let (cache, worker) = (Arc::downgrade(cached.cache()), cached.cache().worker().unwrap());
+    // It ends with the cache.
+    thread::spawn(move || Cache::keep_up(&cache, worker, true));
+    Subject { device: Arc::new(cached), resize: Box::new(|_| unreachable!("its size is the file's")) }
 }
 
 fn array() -> Subject {
@@ -169,7 +183,7 @@ fn an_error_of_the_device_reaches_the_client_as_it_is<F: Front>(subject: Subject
     }
 }
 
-/// Says that it has written, one time in eleven that it has not.
+/// Says that it has written, one time in eleven, of whole blocks, that it has not.
 struct Liar {
     inner: Arc<dyn BlockDevice>,
     writes: AtomicU64,
@@ -224,6 +238,7 @@ macro_rules! suite {
             use super::*;
             suite!(@over disk, $way, $at_the_end);
             suite!(@over array, $way, $at_the_end);
+            suite!(@over_fixed cached, $way, $at_the_end);
         })*
     };
     (@over $subject:ident, $way:ty, $at_the_end:ident) => {
@@ -232,6 +247,14 @@ macro_rules! suite {
             a_checked_device_finds_nothing_wrong_with_an_honest_one
             a_device_that_lies_is_caught_by_the_walk_and_by_checked
             a_device_that_changes_its_size_is_held_to_the_new_one
+            an_error_of_the_device_reaches_the_client_as_it_is);
+    };
+    // What keeps its size.
+    (@over_fixed $subject:ident, $way:ty, $at_the_end:ident) => {
+        suite!(@tests $subject, $way: $at_the_end
+            a_device_is_an_array_of_bytes_for_every_thread
+            a_checked_device_finds_nothing_wrong_with_an_honest_one
+            a_device_that_lies_is_caught_by_the_walk_and_by_checked
             an_error_of_the_device_reaches_the_client_as_it_is);
     };
     (@tests $subject:ident, $way:ty: $($test:ident)*) => {

@@ -61,6 +61,15 @@ pub enum FsError {
         #[source]
         error: StoreError,
     },
+    /// Changes cannot be watched for.
+    #[error(
+        "cannot watch files for changes (inotify); has this user too many instances of it (sysctl fs.inotify.max_user_instances)?"
+    )]
+    Watch {
+        /// Why.
+        #[source]
+        error: io::Error,
+    },
     /// A thread could not be started.
     #[error("cannot start a thread")]
     Thread {

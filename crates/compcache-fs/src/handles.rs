@@ -17,6 +17,8 @@ pub struct OpenFile {
     pub node: Arc<Node>,
     /// Opened for writing.
     pub writes: bool,
+    /// Changes behind the mount are noticed meanwhile.
+    pub watched: bool,
     /// Held by who uses the descriptor's position.
     pub position: Mutex<()>,
 }

@@ -29,11 +29,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use compcache_cache::FileId;
 use fuser::INodeNo;
 use rustix::fs::{CWD, FileType, Mode, OFlags, Statx, openat};
 use rustix::io::{self, Errno};
 
-use crate::stamp::{FileId, Stamp, id_of, look};
+use crate::stamp::{Stamp, id_of, look};
 
 const DEVICE_SHIFT: u32 = 48;
 /// Descriptors that are not for files the kernel knows.

@@ -19,13 +19,12 @@
 //!
 //! # Lock order
 //! An open file's position is held around the call that uses it, and an open directory's listing around those that read it; inside of them, and of
-//! nothing else, one of these at a time: the table of inodes, the tables of handles, a node's name or stamp, the cache's index (inside of it, the
+//! nothing else, one of these at a time: the table of inodes, the tables of handles, that of watches, a node's name or stamp, the cache's index (inside of it, the
 //! store's own).
 
 // Lifted for sys.rs, which makes two system calls that no safe function makes.
 #![deny(unsafe_code)]
 
-mod cache;
 mod caller;
 mod error;
 mod handles;
@@ -33,11 +32,11 @@ mod inodes;
 mod lower;
 mod mount;
 mod stamp;
-mod stats;
 #[allow(unsafe_code)]
 mod sys;
 mod tree;
+mod watch;
 
+pub use compcache_cache::CacheStats;
 pub use error::FsError;
-pub use mount::{Mount, MountOptions, unmount};
-pub use stats::FsStats;
+pub use mount::{Forbidden, Mount, MountOptions, unmount};

@@ -8,10 +8,11 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::Duration;
 
+use compcache_cache::Cache;
 use compcache_store::Codec;
 use fuser::{BackgroundSession, Config, MountOption, Notifier, Session, SessionACL};
 use rustix::fs::{StatVfsMountFlags, fstatvfs};
@@ -19,17 +20,16 @@ use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount};
 use rustix::process::{geteuid, getgid, getuid};
 
-use crate::cache::Cache;
 use crate::error::FsError;
 use crate::inodes::Inodes;
+use crate::stamp::Stamp;
 use crate::tree::{Notice, Parts, Tree};
+use crate::watch::Watches;
 
 /// The node through which file systems are served.
 const DEVICE: &str = "/dev/fuse";
 /// What our mounts are called in the table of mounts.
 const KIND: &str = "fuse.compcache";
-/// Between two looks at whether there is something to compact.
-const BETWEEN_COMPACTIONS: Duration = Duration::from_millis(250);
 
 /// What is mounted where, and how.
 #[derive(Clone, Debug)]
@@ -44,13 +44,42 @@ pub struct MountOptions {
     pub memory_bytes: u64,
     /// What pages are compressed with.
     pub codec: Codec,
+    /// What programs may not do there.
+    pub forbidden: Forbidden,
     /// Nobody changes files of the source but through this mount. Then what is kept of a file outlives a write to it.
     pub exclusive: bool,
+    /// Changes behind the mount are noticed while files are open, not only when they are opened.
+    pub watch: bool,
     /// How long the kernel may believe what it was told of names and attributes. Zero: it asks each time, and sees at once what changes
     /// behind the mount.
     pub remembered: Duration,
     /// Requests served at the same time.
     pub threads: NonZeroUsize,
+}
+
+/// What a mount forbids, beside what the source's own does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Forbidden {
+    /// To change anything (`ro`).
+    pub writing: bool,
+    /// To run programs from there (`noexec`).
+    pub programs: bool,
+    /// To run them as their owner (`nosuid`).
+    pub set_user_id: bool,
+    /// To use devices there (`nodev`).
+    pub devices: bool,
+}
+
+impl Forbidden {
+    fn flags(self) -> StatVfsMountFlags {
+        let pairs = [
+            (self.writing, StatVfsMountFlags::RDONLY),
+            (self.programs, StatVfsMountFlags::NOEXEC),
+            (self.set_user_id, StatVfsMountFlags::NOSUID),
+            (self.devices, StatVfsMountFlags::NODEV),
+        ];
+        pairs.into_iter().filter(|(is, _)| *is).fold(StatVfsMountFlags::empty(), |all, (_, flag)| all | flag)
+    }
 }
 
 impl MountOptions {
@@ -63,7 +92,9 @@ impl MountOptions {
             allow_other: false,
             memory_bytes,
             codec: Codec::Lz4,
+            forbidden: Forbidden::default(),
             exclusive: false,
+            watch: false,
             remembered: Duration::ZERO,
             // Most of what a thread does is to wait for the file system below.
             threads: NonZeroUsize::new(cpus * 2).unwrap_or(NonZeroUsize::MIN),
@@ -93,7 +124,9 @@ impl Mount {
         let inodes = Arc::new(inodes);
         // What the source's own mount forbids, this one does too.
         let limits = fstatvfs(inodes.root()).map_or(StatVfsMountFlags::empty(), |stat| stat.f_flag);
+        let limits = limits | options.forbidden.flags();
         let (notices, heard) = channel();
+        let watches = if options.watch { Some(watched(&notices)?) } else { None };
         let cache = Cache::new(options.memory_bytes, options.codec);
         let cache = Arc::new(cache.map_err(|error| FsError::Memory { error })?);
         let tree = Tree::new(Parts {
@@ -101,6 +134,7 @@ impl Mount {
             cache: cache.clone(),
             exclusive: options.exclusive,
             remembered: options.remembered,
+            watches,
             notices,
         });
         let session = connect(tree, options, &source, &target, limits);
@@ -110,7 +144,7 @@ impl Mount {
         let notifier = session.notifier();
         let started = thread::Builder::new().name("notices".into()).spawn(move || tell(&heard, &notifier, &inodes));
         started.map_err(|error| FsError::Thread { error })?;
-        start_compaction(&cache)?;
+        start_upkeep(&cache, options.exclusive)?;
         mount.session = Some(session.spawn().map_err(|error| FsError::Thread { error })?);
         Ok(mount)
     }
@@ -261,19 +295,22 @@ fn helper_options(source: &Path, limits: StatVfsMountFlags) -> Vec<MountOption> 
     ]
 }
 
-/// What was dropped leaves spans half empty; now and then they are emptied, as long as there is a cache.
-fn start_compaction(cache: &Arc<Cache>) -> Result<(), FsError> {
-    let mut worker = cache.worker().map_err(|error| FsError::Memory { error })?;
+/// Whose thread does what the cache needs done beside reading and writing.
+fn start_upkeep(cache: &Arc<Cache<Stamp>>, keeps_written: bool) -> Result<(), FsError> {
+    let worker = cache.worker().map_err(|error| FsError::Memory { error })?;
     let cache = Arc::downgrade(cache);
-    let compact = move || {
-        while let Some(cache) = cache.upgrade() {
-            cache.compact(&mut worker);
-            drop(cache);
-            thread::sleep(BETWEEN_COMPACTIONS);
-        }
-    };
-    let started = thread::Builder::new().name("compaction".into()).spawn(compact);
+    let keep_up = move || Cache::keep_up(&cache, worker, keeps_written);
+    let started = thread::Builder::new().name("upkeep".into()).spawn(keep_up);
     started.map(drop).map_err(|error| FsError::Thread { error })
+}
+
+/// Watches, whose changes become notices.
+fn watched(notices: &Sender<Notice>) -> Result<Arc<Watches>, FsError> {
+    let watches = Watches::new().map_err(|error| FsError::Watch { error: error.into() })?;
+    let (watches, notices) = (Arc::new(watches), notices.clone());
+    let started = watches.start(move |number| notices.send(Notice::Outdated(number)).is_ok());
+    started.map_err(|error| FsError::Thread { error })?;
+    Ok(watches)
 }
 
 /// Tells the kernel what it must hear. Not done by a thread that serves: the kernel may wait for a request meanwhile.

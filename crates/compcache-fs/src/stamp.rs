@@ -16,6 +16,7 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use compcache_cache::FileId;
 use fuser::{FileAttr, FileType, INodeNo};
 use rustix::fs::{AtFlags, Statx, StatxFlags, StatxTimestamp, statx};
 use rustix::io;
@@ -25,13 +26,6 @@ use rustix::time::{ClockId, clock_gettime};
 const SETTLED: Duration = Duration::from_millis(40);
 /// The same for times of whole seconds: of a file system that has no others (FAT counts in twos), or set by hand.
 const SETTLED_COARSE: Duration = Duration::from_millis(2100);
-
-/// A file below, whatever its name: device and number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct FileId {
-    pub dev: u64,
-    pub ino: u64,
-}
 
 /// Seconds and nanoseconds of a file's time.
 type Moment = (i64, u32);
@@ -53,6 +47,11 @@ impl Stamp {
         let settled = if coarse { SETTLED_COARSE } else { SETTLED }.as_nanos() as i128;
         let ns = |moment: Moment| i128::from(moment.0) * 1_000_000_000 + i128::from(moment.1);
         ns(now) - ns(self.changed.max(self.modified)) >= settled
+    }
+
+    /// What stays the same while nobody but us changes the file.
+    pub fn identity(&self) -> Stamp {
+        Stamp { size_bytes: 0, modified: (0, 0), changed: (0, 0), ..*self }
     }
 }
 

@@ -28,6 +28,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, SystemTime};
 
+use compcache_cache::Cache;
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, FileHandle, Filesystem, Generation, INodeNo, InitFlags, KernelConfig, LockOwner,
     OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty,
@@ -36,10 +37,11 @@ use fuser::{
 use rustix::fs::fstatvfs;
 use rustix::io::{self, Errno};
 
-use crate::cache::Cache;
 use crate::handles::{Handles, OpenDirectory, OpenFile};
 use crate::inodes::Inodes;
 use crate::lower::Lower;
+use crate::stamp::Stamp;
+use crate::watch::Watches;
 use attributes::Changes;
 use control::Control;
 use names::Made;
@@ -54,11 +56,13 @@ pub struct Tree {
     files: Handles<OpenFile>,
     directories: Handles<OpenDirectory>,
     lower: Lower,
-    cache: Arc<Cache>,
+    cache: Arc<Cache<Stamp>>,
     /// Nobody changes files behind the mount.
     exclusive: bool,
     /// How long the kernel may believe what it was told of names and attributes.
     remembered: Duration,
+    /// If files are watched while they are open.
+    watches: Option<Arc<Watches>>,
     /// What the kernel is to be told, by a thread that serves no requests.
     notices: Sender<Notice>,
 }
@@ -75,17 +79,18 @@ pub enum Notice {
 /// What a tree is made of.
 pub struct Parts {
     pub inodes: Arc<Inodes>,
-    pub cache: Arc<Cache>,
+    pub cache: Arc<Cache<Stamp>>,
     pub exclusive: bool,
     pub remembered: Duration,
+    pub watches: Option<Arc<Watches>>,
     pub notices: Sender<Notice>,
 }
 
 impl Tree {
     pub fn new(parts: Parts) -> Tree {
-        let Parts { inodes, cache, exclusive, remembered, notices } = parts;
+        let Parts { inodes, cache, exclusive, remembered, watches, notices } = parts;
         let (files, directories, lower) = (Handles::new(), Handles::new(), Lower::new());
-        Tree { inodes, files, directories, lower, cache, exclusive, remembered, notices }
+        Tree { inodes, files, directories, lower, cache, exclusive, remembered, watches, notices }
     }
 }
 
@@ -294,7 +299,10 @@ impl Filesystem for Tree {
         _: bool,
         reply: ReplyEmpty,
     ) {
-        drop(self.files.remove(handle));
+        let open = self.files.remove(handle).filter(|open| open.watched);
+        if let (Some(open), Some(watches)) = (open, &self.watches) {
+            watches.end(&open.node);
+        }
         reply.ok();
     }
 

@@ -24,6 +24,13 @@ pub struct Batch {
     stored: u64,
 }
 
+impl Batch {
+    /// Whether there was something, and the pool took none of it.
+    pub fn is_refused(&self) -> bool {
+        self.taken != 0 && self.stored == 0
+    }
+}
+
 /// Takes the pages of a group that are still staged, `most` at most.
 pub fn begin(state: &mut State, group: usize, most: usize) -> Batch {
     let present = state.staging.groups[group].present;

@@ -46,6 +46,8 @@ const REGION_BYTES_MIN: usize = 16 << 10;
 const STEPS_BETWEEN_LOOKS: u32 = 8;
 /// Objects moved by a step of compaction: some tens of microseconds.
 const COMPACTED_AT_ONCE: usize = 64;
+/// How long the evictor waits for room in the pool before it looks again what is asked of it.
+const WAIT_FOR_SPILL_NS: u64 = 2_000_000;
 const UNSHARE_TRIES: u32 = 64;
 const UNFINISHED_MAX: u32 = 32;
 /// Time between two looks at which threads there are.
@@ -70,6 +72,8 @@ pub struct Evictor {
     has_all: bool,
     /// Set in a copy of a process that was paged: it must be again before its fork returns.
     pub recover: bool,
+    /// The pool took nothing of what was compressed last.
+    refused: bool,
 }
 
 struct Files {
@@ -108,6 +112,7 @@ impl Evictor {
             unfinished: 0,
             has_all: false,
             recover: false,
+            refused: false,
         })
     }
 
@@ -131,6 +136,9 @@ impl Evictor {
             self.forget_wiped(pager);
         }
         let opened = self.open(pager);
+        if let Some(spill) = &pager.spill {
+            spill.open(pager);
+        }
         sys::drop_capabilities();
         if core::mem::take(&mut self.recover) {
             let recovered = opened.is_some_and(|channel| self.recover(pager, &channel));
@@ -171,6 +179,12 @@ impl Evictor {
         loop {
             fork::serve(pager);
             let Some(look) = self.look(pager) else { return NAP_MAX_NS };
+            if let Some(spill) =
+                pager.spill.as_ref().filter(|_| pager.armed.load(Acquire) && !pager.frozen.load(Acquire))
+            {
+                spill.relieve(pager);
+                spill.look_at_holds(self.looked_at_ns);
+            }
             let over = look.over_pages > 0;
             let armed = pager.armed.load(Acquire);
             if over && !armed && !self.arm(pager, channel) {
@@ -228,6 +242,9 @@ impl Evictor {
         state.now_s = (now_ns / 1_000_000_000) as u32 & 0xff_ffff;
         publish(pager, resident, ours, state.copies.kept());
         let totals = pager.region.totals();
+        if let Some(spill) = &pager.spill {
+            spill.set_limit(&pager.store, &pager.pool, pager.region, &totals);
+        }
         let headroom_bytes = headroom_bytes(pager.region, &totals);
         let headroom = share_of(headroom_bytes / PAGE as i64, resident, &totals);
         let least = least_pages(pager.region, &totals).max(state.floor_pages(now_ns));
@@ -405,7 +422,7 @@ impl Evictor {
 
     /// Evicts until the process is within its limit and the handler has frames, nothing more can be evicted, or it is
     /// time for another look: the pool grows while pages leave, and so the limit moves.
-    fn evict(&mut self, pager: &Pager, channel: &Channel) -> Evicted {
+    fn evict(&mut self, pager: &'static Pager, channel: &Channel) -> Evicted {
         let (mut fruitless, mut unshared, mut evicting) = (0, 0, false);
         for _ in 0..STEPS_BETWEEN_LOOKS {
             fork::serve(pager);
@@ -438,6 +455,9 @@ impl Evictor {
                 if !self.compress_oldest(pager, state) {
                     self.bury(pager, channel, pager.state.lock());
                 }
+                if self.must_wait_for_spill(pager) {
+                    return Evicted::More;
+                }
                 continue;
             }
             match self.fill_groups(pager, channel, &mut state) {
@@ -457,6 +477,9 @@ impl Evictor {
                     }
                     // What is staged is all there is to gain.
                     let gained = self.compress_oldest(pager, pager.state.lock());
+                    if self.must_wait_for_spill(pager) {
+                        return Evicted::More;
+                    }
                     fruitless = if gained { 0 } else { fruitless + 1 };
                 }
             }
@@ -471,8 +494,22 @@ impl Evictor {
         drop(state);
         compress::compress(pager, &mut self.worker, &mut batch);
         compress::settle(pager, &mut pager.state.lock(), &batch);
+        self.refused = batch.is_refused();
         pager.tell_progress();
         true
+    }
+
+    /// The pool is full, and pages are leaving it for the file: waits a little for room. `false`: there is none to wait for.
+    fn must_wait_for_spill(&mut self, pager: &'static Pager) -> bool {
+        let refused = core::mem::take(&mut self.refused);
+        let Some(spill) = pager.spill.as_ref().filter(|_| refused && !pager.frozen.load(Acquire)) else { return false };
+        let seen = pager.progress.load(Acquire);
+        spill.relieve(pager);
+        if spill.is_relieving() {
+            pager.exhausted.store(false, Release);
+            lock::wait(&pager.progress, seen, Some(WAIT_FOR_SPILL_NS));
+        }
+        spill.is_relieving()
     }
 
     /// Makes the pages that would not move this process's own, where they can be (a pinned one stays as it is); the next
@@ -558,7 +595,9 @@ fn publish(pager: &Pager, resident_pages: u64, ours_bytes: u64, copies: u64) {
     // A page that is resident and has a copy is not stored: only what the copy takes counts.
     gauges.pages_stored.store(stats.pages_stored().saturating_sub(copies), Relaxed);
     gauges.same_pages.store(stats.same_pages, Relaxed);
-    gauges.orig_data_bytes.store(stats.orig_data_size.saturating_sub(copies * PAGE as u64), Relaxed);
+    let not_in_pool = (copies + stats.bd_count) * PAGE as u64;
+    gauges.orig_data_bytes.store(stats.orig_data_size.saturating_sub(not_in_pool), Relaxed);
+    gauges.spilled_pages.store(stats.bd_count, Relaxed);
     gauges.compr_data_bytes.store(stats.compr_data_size, Relaxed);
     gauges.mem_used_total_bytes.store(pager.store.mem_used_total_bytes(), Relaxed);
 }

@@ -18,6 +18,7 @@ use crate::pager::{Channel, Pager, State, Way, boxed_zeroed, clock_ns};
 use crate::remap::Early;
 use crate::shared::Trouble;
 use crate::small::SmallQueue;
+use crate::spill::{Fetched, Spill, read_stored};
 use crate::streams::{Streams, Window};
 use crate::sys::{self, Errno};
 use crate::table::{HEAT_MAX, Phase, Word};
@@ -34,6 +35,10 @@ const PENDING: usize = 512;
 /// Pages looked at for where a stream goes on behind those that are there: a microsecond, and a stream that begins anew
 /// costs several faults.
 const LOOKED_AHEAD: i64 = 512;
+/// How long a fault may wait for pages to leave for the spill file before the process grows.
+const WAIT_FOR_SPILL_NS: u64 = 500_000_000;
+/// Pages that are on their way from the spill file, whose streams are remembered.
+const AWAITED: usize = 32;
 /// How long the handler waits for the evictor to free a frame before it lets the process grow.
 const WAIT_FOR_FRAME_NS: u64 = 2_000_000;
 
@@ -57,6 +62,9 @@ pub struct Handler {
     streams: Streams,
     /// A fault that must be answered anew, and what was decided for it.
     unanswered: Option<(u64, Window)>,
+    /// As above, for faults that come again when their pages have been read from the spill file.
+    awaited: [Option<(u64, Window)>; AWAITED],
+    awaited_next: usize,
     follower: Follower,
 }
 
@@ -90,6 +98,8 @@ impl Handler {
             early: unsafe { boxed_zeroed() },
             streams: Streams::default(),
             unanswered: None,
+            awaited: [None; AWAITED],
+            awaited_next: 0,
             follower: Follower::default(),
         })
     }
@@ -99,6 +109,7 @@ impl Handler {
         self.pending_len = 0;
         self.early.clear();
         self.unanswered = None;
+        self.awaited = [None; AWAITED];
         self.follower.reset();
     }
 
@@ -221,8 +232,16 @@ impl Handler {
         fault: Fault,
     ) -> Guard<'a, Box<State>> {
         self.unanswered = None;
-        if state.estimate_pages() > state.limit_pages + state.limit_pages / 32 {
+        let mut since_ns = None;
+        while state.estimate_pages() > state.limit_pages + state.limit_pages / 32 {
             state = self.help(pager, channel, state);
+            // With a file that takes what is too much, nobody need grow beyond the limit: it is a matter of time.
+            let relieved = pager.spill.as_ref().is_some_and(Spill::is_relieving) && !pager.exhausted.load(Acquire);
+            let too_long = clock_ns() - *since_ns.get_or_insert_with(clock_ns) > WAIT_FOR_SPILL_NS;
+            if !relieved || too_long || pager.frozen.load(Acquire) {
+                break;
+            }
+            state = self.catch_up(pager, channel, state, false);
         }
         if !self.early.is_empty() {
             state = self.catch_up(pager, channel, state, false);
@@ -354,7 +373,12 @@ impl Handler {
     fn window_of(&mut self, page: u64) -> (Window, bool) {
         match self.unanswered.take() {
             Some((unanswered, window)) if unanswered == page => (window, false),
-            _ => (self.streams.fault(page), true),
+            // Nothing was ever waited for: there is no spill file, or nothing in it.
+            _ if self.awaited_next == 0 => (self.streams.fault(page), true),
+            _ => match self.awaited.iter_mut().find(|awaited| awaited.is_some_and(|(awaited, _)| awaited == page)) {
+                Some(awaited) => (awaited.take().expect("it is there").1, false),
+                None => (self.streams.fault(page), true),
+            },
         }
     }
 
@@ -366,22 +390,36 @@ impl Handler {
         mut state: Guard<'a, Box<State>>,
         page: u64,
     ) -> (Guard<'a, Box<State>>, Answer) {
+        // What was read from the spill file is gone when an attempt with it fails: then the page is read here and now, lest the
+        // next one fail as well.
+        let nobody_reads = pager.spill.as_ref().is_some_and(|spill| !spill.has_fetchers());
+        let mut at_once = nobody_reads || self.unanswered.is_some_and(|(unanswered, _)| unanswered == page);
         let (window, is_new) = self.window_of(page);
         if let Some(slot) = pager.slot().filter(|_| is_new) {
             slot.counters.faults_stored.fetch_add(1, Relaxed);
             slot.counters.readahead_hits.fetch_add(u64::from(window.hits), Relaxed);
+        }
+        if let Some(spill) = pager.spill.as_ref().filter(|_| is_new) {
+            spill.note_fault(pager.region, left_since(&state, state.table.get(page)));
         }
         let (mut at, mut left, mut asked, mut brought) = (page, window.pages as usize, true, 0);
         while left > 0 && (asked || self.early.is_empty()) {
             // What nobody asked for must not push out what somebody uses.
             let room = (state.limit_pages + state.limit_pages / 32).saturating_sub(state.estimate_pages()) as usize;
             let run = stored_run(&state, page, at, &window, left);
-            let pages = run.pages.min(BATCH).min(if asked { room.max(1) } else { room });
+            let most = run.pages.min(BATCH).min(if asked { room.max(1) } else { room });
+            let pages = here(pager, &run, most).max(usize::from(asked && at_once));
+            if pages < most && !at_once {
+                let wait = self.order(pager, &state, page, (at as i64 + window.step * pages as i64) as u64, &window);
+                if pages == 0 && asked {
+                    return (state, self.await_order(channel, page, window, wait));
+                }
+            }
             if pages == 0 {
                 break;
             }
             let loaded;
-            (state, loaded) = self.load_run(pager, channel, state, &run, pages);
+            (state, loaded) = self.load_run(pager, channel, state, &run, pages, at_once);
             match loaded {
                 Ok(0) => break,
                 Ok(loaded) => {
@@ -398,7 +436,7 @@ impl Handler {
                 }
                 // Before it, the run may lie in another mapping: the one that was asked for, alone.
                 Err(_) if asked && pages > 1 => {
-                    left = 1;
+                    (left, at_once) = (1, true);
                     continue;
                 }
                 Err(_) => break,
@@ -412,6 +450,40 @@ impl Handler {
         (state, Answer::Done)
     }
 
+    /// Orders what the stream of a fault will ask for from `at` on, as far as it is in the spill file. Whether the page that was
+    /// asked for is on its way, if it is there.
+    fn order(&mut self, pager: &Pager, state: &State, asked: u64, at: u64, window: &Window) -> bool {
+        let Some(spill) = &pager.spill else { return false };
+        let bounds = state.regions.containing(asked as usize * PAGE);
+        let mut ordered = 0;
+        for ahead in 0..i64::from(window.pages.max(1)) {
+            let page = (at as i64 + window.step * ahead) as u64;
+            let inside = bounds.as_ref().is_none_or(|range| range.contains(&(page as usize * PAGE)));
+            let may_come = page == asked || inside && !state.must_stay(page as usize * PAGE);
+            let is_stored = may_come && state.table.get(page).phase() == Phase::Stored;
+            if !is_stored || !spill.order(&pager.pool, &mut self.worker, page, page == asked) {
+                break;
+            }
+            ordered += 1;
+        }
+        // All of them at once: what lies together is read together.
+        if ordered > 0 {
+            spill.ring_for_orders();
+        }
+        at == asked && ordered > 0
+    }
+
+    /// The page that was asked for is being read: its fault comes again. If there was no room for the order, soon.
+    fn await_order(&mut self, channel: &Channel, page: u64, window: Window, is_ordered: bool) -> Answer {
+        self.awaited[self.awaited_next % AWAITED] = Some((page, window));
+        self.awaited_next += 1;
+        if !is_ordered {
+            lock::pause();
+            channel.uffd.wake(page as usize * PAGE, PAGE);
+        }
+        Answer::Done
+    }
+
     /// Brings `pages` neighbouring stored pages; returns how many came.
     ///
     /// Without the lock: that a page is stored changes only with an event, which this thread alone reads, or when it is
@@ -423,17 +495,31 @@ impl Handler {
         mut state: Guard<'a, Box<State>>,
         run: &Run,
         pages: usize,
+        at_once: bool,
     ) -> (Guard<'a, Box<State>>, Result<usize, Errno>) {
         let first = run.first_of(pages);
         state.under_way += 1;
         state.loading = first..first + pages as u64;
         drop(state);
         let Handler { worker, pages: buffers, .. } = self;
-        let damaged = buffers[..pages].iter_mut().zip(first..).find_map(|(buffer, page)| {
-            let read = pager.pool.read(worker, PageIndex(page), buffer);
-            (read != Ok(Read::Done)).then_some(page)
-        });
+        let (mut damaged, mut gone) = (None, false);
+        for (buffer, page) in buffers[..pages].iter_mut().zip(first..) {
+            let read = match (pager.pool.read(worker, PageIndex(page), buffer), &pager.spill) {
+                (Ok(Read::Done), _) => Fetched::Done,
+                (Ok(Read::OnBacking(_)), Some(spill)) => match spill.take(pager, worker, page, buffer) {
+                    Fetched::Not if at_once && page == run.asked => spill.read(pager, worker, PageIndex(page), buffer),
+                    taken => taken,
+                },
+                _ => Fetched::Lost,
+            };
+            if read != Fetched::Done {
+                (damaged, gone) = (Some(page).filter(|_| read == Fetched::Lost), read == Fetched::Not);
+                break;
+            }
+        }
         let (copied, error) = match damaged {
+            // It went to the spill file just now: decided afresh.
+            None if gone => (0, Some(Errno::EAGAIN)),
             // SAFETY: the buffer is ours and present.
             None => unsafe { channel.uffd.copy(first as usize * PAGE, buffers.as_ptr().cast(), pages * PAGE) },
             Some(page) => {
@@ -471,11 +557,13 @@ impl Handler {
     fn loaded(&mut self, pager: &Pager, channel: &Channel, state: &mut State, run: &Run, first: u64, pages: usize) {
         for page in first..first + pages as u64 {
             let word = state.table.get(page);
-            let age = (state.eviction_clock >> 6).wrapping_sub(u64::from(word.payload())) & 0xff_ffff;
             // Back sooner than everything resident could have been evicted: it belongs to the working set.
-            let returns = age << 6 < state.limit_pages;
+            let returns = left_since(state, word) < state.limit_pages;
             let heat = if returns && page == run.asked { 2 } else { 0 };
-            let may_keep = !returns && word.phase() == Phase::Stored && matches!(channel.way, Way::Move { .. });
+            // A copy in the spill file could not be compared without being read.
+            let in_file = pager.spill.is_some() && pager.pool.is_on_backing(PageIndex(page));
+            let in_pool = word.phase() == Phase::Stored && !in_file;
+            let may_keep = !returns && in_pool && matches!(channel.way, Way::Move { .. });
             let copy = may_keep && state.copies.keep(2 * SmallQueue::room(state.limit_pages));
             if !copy {
                 copies::drop_object(pager, state, page, word);
@@ -585,7 +673,7 @@ impl Handler {
             Some(stored) => {
                 // Should the process be copied just now, the copy has a lock to free.
                 pager.frozen_read.store(stored, Release);
-                matches!(pager.pool.read(&mut self.worker, PageIndex(stored), &mut self.pages[0]), Ok(Read::Done))
+                read_stored(pager, &mut self.worker, stored, &mut self.pages[0])
             }
             None => false,
         };
@@ -628,6 +716,18 @@ fn poison(pager: &Pager, channel: &Channel, page: u64) {
 fn behind_present(state: &State, at: u64, step: i64) -> u64 {
     let ahead = |ahead: i64| (at as i64 + step * ahead) as u64;
     (0..LOOKED_AHEAD).map(ahead).find(|&page| state.table.get(page).phase() != Phase::Resident).unwrap_or(at)
+}
+
+/// How many pages have left since the one of this word was stored, to some dozens.
+fn left_since(state: &State, word: Word) -> u64 {
+    ((state.eviction_clock >> 6).wrapping_sub(u64::from(word.payload())) & 0xff_ffff) << 6
+}
+
+/// How many pages of a run are in the pool, or read from the spill file, nearest first.
+fn here(pager: &Pager, run: &Run, most: usize) -> usize {
+    let Some(spill) = &pager.spill else { return most };
+    let is_here = |page: u64| !pager.pool.is_on_backing(PageIndex(page)) || spill.is_ready(page);
+    (0..most as i64).take_while(|ahead| is_here((run.at as i64 + run.step * ahead) as u64)).count()
 }
 
 /// A run of neighbouring stored pages, in the direction of its stream.

@@ -21,11 +21,12 @@ use crate::lock::{self, Guard, Mutex};
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State, Way};
 use crate::shared::Trouble;
+use crate::spill::read_stored;
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
 use crate::uffd::{Message, Uffd};
 use crate::{compress, copies, cpus, events, process, sys};
-use compcache_store::{Page, PageIndex, Read, Worker};
+use compcache_store::{Page, PageIndex, Worker};
 use core::ops::Range;
 use core::sync::atomic::{AtomicU32, Ordering::*};
 use rustix::fs::{Mode, OFlags};
@@ -45,6 +46,8 @@ const IDLE: u32 = 0;
 const FREEZE: u32 = 1;
 const FROZEN: u32 = 2;
 const THAW: u32 = 3;
+// What was evicted to a file cannot be handed over: it must come back first.
+const RECALL: u32 = 5;
 // What another thread of the program's asks of the evictor while nobody forks.
 const KEEP: u32 = 4;
 
@@ -58,6 +61,11 @@ impl ForkTurn {
     /// Nobody forks.
     pub const fn new() -> Self {
         ForkTurn { turn: Mutex::new(()), stage: AtomicU32::new(IDLE), recovered: AtomicU32::new(WAITING) }
+    }
+
+    /// Whether somebody waits for all that is under way to come to its end.
+    pub(crate) fn wants_to_freeze(&self) -> bool {
+        self.stage.load(Acquire) == FREEZE
     }
 
     /// Keeps everybody from forking, if nobody does already. For the evictor before it starts to page: whoever has the
@@ -108,6 +116,12 @@ pub fn prepare(pager: &Pager) -> bool {
     ask(pager, IDLE);
     stage.store(FREEZE, Release);
     ask(pager, FROZEN);
+    if let Some(spill) = &pager.spill
+        && !spill.hand_over()
+    {
+        stage.store(RECALL, Release);
+        ask(pager, FROZEN);
+    }
     true
 }
 
@@ -155,8 +169,21 @@ pub fn serve(pager: &Pager) {
             // From here on nothing leaves: whoever comes now has just been touched.
             pager.note_threads();
             freeze(pager);
+            if let Some(spill) = &pager.spill {
+                spill.prepare_copy(pager);
+            }
+            stage.store(FROZEN, Release);
+        }
+        RECALL => {
+            if let Some(spill) = &pager.spill {
+                spill.recall(pager);
+            }
+            stage.store(FROZEN, Release);
         }
         THAW => {
+            if let Some(spill) = &pager.spill {
+                spill.copied();
+            }
             let mut state = pager.state.lock();
             apply_log(pager, &mut state);
             pager.frozen.store(false, Release);
@@ -176,7 +203,6 @@ fn freeze(pager: &Pager) {
         let mut state = pager.state.lock();
         if state.under_way == 0 && pager.is_settled(&state) && unstage_all(pager, &mut state) {
             pager.frozen.store(true, Release);
-            pager.fork_turn.stage.store(FROZEN, Release);
             return;
         }
         drop(state);
@@ -228,6 +254,9 @@ fn unstage(pager: &Pager, channel: &Channel, state: &mut State, page: u64, word:
 
 /// After a fork, in the parent.
 pub fn parent(pager: &Pager) {
+    if let Some(spill) = &pager.spill {
+        spill.close_handed();
+    }
     if pager.frozen.load(Acquire) {
         pager.fork_turn.stage.store(THAW, Release);
         pager.ring();
@@ -272,6 +301,10 @@ pub unsafe fn child(pager: &'static Pager) {
     evictor.reset();
     handler.reset();
     evictor.recover = was_armed;
+    if let Some(spill) = &pager.spill {
+        // SAFETY: says the caller; whoever used the backing was reading.
+        unsafe { spill.begin_copy(pager) };
+    }
     pager.fork_turn.recovered.store(WAITING, Release);
     if was_armed {
         let mut state = pager.state.lock();
@@ -292,6 +325,9 @@ pub unsafe fn child(pager: &'static Pager) {
         pager.region.note_trouble(Trouble::NoThread, 0);
         if was_armed {
             evictor.forget_wiped(pager);
+            if let Some(spill) = &pager.spill {
+                spill.adopt();
+            }
             restore_all(pager, &mut evictor.worker);
         }
         return;
@@ -300,6 +336,9 @@ pub unsafe fn child(pager: &'static Pager) {
         while pager.fork_turn.recovered.load(Acquire) == WAITING {
             lock::wait(&pager.fork_turn.recovered, WAITING, None);
         }
+    }
+    if let Some(spill) = &pager.spill {
+        spill.close_handed();
     }
 }
 
@@ -321,9 +360,8 @@ fn restore_all(pager: &Pager, worker: &mut Worker) {
     let mut state = pager.state.lock();
     events::for_each_known(&mut state, ALL_PAGES, |state, page, word| {
         if word.phase() == Phase::Stored {
-            match pager.pool.read(worker, PageIndex(page), &mut contents) {
-                Ok(Read::Done) => {}
-                _ => process::die(pager, Trouble::LostPage),
+            if !read_stored(pager, worker, page, &mut contents) {
+                process::die(pager, Trouble::LostPage);
             }
             let address = page as usize * PAGE;
             let written = crate::sys::write_own_memory(address, &contents)
@@ -339,7 +377,7 @@ fn restore_all(pager: &Pager, worker: &mut Worker) {
     });
 }
 
-const ALL_PAGES: Range<u64> = 0..crate::table::PAGES;
+pub(crate) const ALL_PAGES: Range<u64> = 0..crate::table::PAGES;
 
 /// The kernel announces a copy of the process. One that the fork handlers know looks after itself; for any other,
 /// everything evicted is brought to it here.
@@ -355,9 +393,9 @@ fn populate(pager: &Pager, state: &mut State, worker: &mut Worker, contents: &mu
     events::for_each_known(state, ALL_PAGES, |state, page, word| {
         let source = match word.phase() {
             Phase::Staged | Phase::Compressing => state.staging.address(word.payload()) as *const u8,
-            Phase::Stored => match pager.pool.read(worker, PageIndex(page), contents) {
-                Ok(Read::Done) => contents.as_ptr(),
-                _ => {
+            Phase::Stored => match read_stored(pager, worker, page, contents) {
+                true => contents.as_ptr(),
+                false => {
                     let _ = child.poison(page as usize * PAGE, PAGE);
                     return;
                 }

@@ -14,6 +14,7 @@
 //! | `fault`    | the handler: faults and events                                            |
 //! | `events`   | munmap, mremap, madvise, applied to what is kept                          |
 //! | `fork`     | copies of the process                                                     |
+//! | `spill`    | a file for what is too much even compressed                               |
 //! | `keep`     | pages that may not leave                                                  |
 //! | `streams`  | read-ahead                                                                |
 //! | `table`, `staging`, `regions` | what is known of pages, frames and ranges; no system calls |
@@ -23,7 +24,7 @@
 //! The threads run inside programs nothing is known of, and may touch nothing that could be evicted: hence no `std`, no
 //! libc, no thread-local storage. Why no wrong byte is returned: docs/design/pager.md.
 //!
-//! Lock order: fork turn, state, channel, then the store's.
+//! Lock order: fork turn, state, channel, then the spill's, then the store's.
 
 #![cfg_attr(not(test), no_std)]
 #![deny(unsafe_code)]
@@ -59,8 +60,11 @@ mod regions;
 mod remap;
 #[allow(unsafe_code, reason = "the kernel writes results into its buffers")]
 mod scan;
+mod share;
 pub mod shared;
 mod small;
+#[allow(unsafe_code, reason = "opens descriptors, and shares buffers between threads")]
+pub mod spill;
 mod staging;
 mod streams;
 #[allow(unsafe_code, reason = "makes system calls")]

@@ -33,8 +33,9 @@ use crate::process;
 use crate::regions::Ranges;
 use crate::remap::{self, Remapping};
 use crate::scan::{self, ScanBuffer};
-use crate::shared::{EvictionWay, ProcessSlot, Region, RunCodec, Trouble};
+use crate::shared::{EvictionWay, ProcessSlot, Region, RunCodec, SpillNews, Trouble};
 use crate::small::SmallQueue;
+use crate::spill::{self, Spill};
 use crate::staging::{GROUP, GROUPS_MAX, Staging};
 use crate::sys::{self, Errno, Files, RobustList};
 use crate::table::PageTable;
@@ -42,7 +43,7 @@ use crate::uffd::{Features, Uffd};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use compcache_store::{Codec, Pool, PoolConfig, Store, StoreConfig, Worker};
-use core::ffi::c_void;
+use core::ffi::{CStr, c_void};
 use core::ops::Range;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use rustix::fd::{BorrowedFd, IntoRawFd};
@@ -235,6 +236,8 @@ pub struct Pager {
     pub region: &'static Region,
     pub(crate) pool: Arc<Pool>,
     pub(crate) store: Arc<Store>,
+    /// Where pages go that the pool has no room for.
+    pub(crate) spill: Option<Spill>,
     pub(crate) state: Mutex<Box<State>>,
     pub(crate) channel: Mutex<Option<Channel>>,
     /// The handler runs and at least one range is registered.
@@ -273,6 +276,7 @@ pub struct Pager {
     pub(crate) morgue_start: usize,
     unreadable: usize,
     stacks: [*mut u8; 2],
+    spill_stacks: *mut u8,
     robust: *mut RobustList,
     pub(crate) evictor: *mut Evictor,
     pub(crate) handler: *mut Handler,
@@ -300,11 +304,12 @@ pub fn clock_ns() -> u64 {
 }
 
 impl Pager {
-    /// Makes the pager of this process. Called once, before the program's own code, by the only thread there is.
+    /// Makes the pager of this process. Called once, before the program's own code, by the only thread there is. What does not
+    /// fit goes to files in the directory `spill_to`.
     ///
     /// # Errors
     /// What the process could not get: it then runs unpaged.
-    pub fn new(region: &'static Region) -> Result<&'static Pager, Trouble> {
+    pub fn new(region: &'static Region, spill_to: Option<&CStr>) -> Result<&'static Pager, Trouble> {
         let no_memory = |_| Trouble::NoMemory;
         let header = &region.header;
         let codec = if header.codec.load(Relaxed) == RunCodec::Zstd as u32 {
@@ -313,8 +318,23 @@ impl Pager {
             Codec::Lz4
         };
         let store = Store::new(StoreConfig::default()).map_err(|_| Trouble::NoMemory)?;
-        let pool = store.create_pool(PoolConfig { codec, ..PoolConfig::default() }).map_err(|_| Trouble::NoMemory)?;
+        let config = PoolConfig { codec, ..PoolConfig::default() };
+        let parts = spill_to.and_then(|path| {
+            let parts = Spill::backing(path, region);
+            parts.inspect_err(|_| region.note_spill(SpillNews::NoFile, Errno::ENOMEM.0)).ok()
+        });
+        let pool = match &parts {
+            Some(parts) => store.create_pool_on(config, &parts.backing),
+            None => store.create_pool(config),
+        };
+        let pool = pool.map_err(|_| Trouble::NoMemory)?;
         let worker = || Worker::new(&store, clock_ns).map_err(|_| Trouble::NoMemory);
+        let spill = parts.map(|parts| parts.finish(|| Worker::new(&store, clock_ns))).transpose();
+        let spill = spill.map_err(|_| Trouble::NoMemory)?;
+        let spill_stacks = match &spill {
+            Some(_) => memory::map(spill::THREADS * STACK_BYTES).map_err(no_memory)?,
+            None => core::ptr::null_mut(),
+        };
         let remaps = header.eviction_way.load(Relaxed) == EvictionWay::Remap as u32;
         // SAFETY: arrays of numbers and of pairs of numbers are valid when zero.
         let (never, threads) = unsafe { (boxed_zeroed::<Ranges<EXCLUDED_MAX>>(), boxed_zeroed()) };
@@ -323,7 +343,9 @@ impl Pager {
             evictor: Box::into_raw(Evictor::new(worker()?)),
             handler: Box::into_raw(Handler::new(worker()?)),
             pool,
-            store,
+            store: store.clone(),
+            spill_stacks,
+            spill,
             state: Mutex::new(State::new().map_err(no_memory)?),
             channel: Mutex::new(None),
             armed: AtomicBool::new(false),
@@ -408,7 +430,22 @@ impl Pager {
         files: Files,
         entry: extern "C" fn(*mut c_void) -> !,
     ) -> Result<(), Trouble> {
-        let stack = self.stacks[which];
+        self.start_thread_on(self.stacks[which], files, entry)
+    }
+
+    /// Starts one of the threads of the spill, from the evictor, whose descriptors they share; the spiller last, so that what it writes
+    /// can be read. None may be started twice: each has its stack.
+    pub fn start_spill_thread(&'static self, which: usize) -> Result<(), Trouble> {
+        let entry = if which == spill::FETCHERS { spill::spiller_entry } else { spill::fetcher_entry };
+        self.start_thread_on(self.spill_stacks.wrapping_add(which * STACK_BYTES), Files::Shared, entry)
+    }
+
+    fn start_thread_on(
+        &'static self,
+        stack: *mut u8,
+        files: Files,
+        entry: extern "C" fn(*mut c_void) -> !,
+    ) -> Result<(), Trouble> {
         // The thread inherits the mask of the one that starts it: nothing may interrupt it, for a handler of the
         // program's would run on its stack.
         let before = sys::block_signals();
@@ -548,8 +585,10 @@ impl Pager {
                 self.add_control_block(head);
             }
         });
-        // Two of them are the pager's.
-        if threads > 3 {
+        // Two of them are the pager's, and more with a spill.
+        let spilling = self.spill.as_ref().map_or(0, Spill::threads);
+        let ours = 2 + spilling;
+        if threads > ours + 1 {
             self.many_threads.store(true, Relaxed);
         }
     }
@@ -584,7 +623,8 @@ impl Pager {
 
     /// Memory of ours in this process, bytes, besides staging (which counts as the program's: it holds its pages).
     pub fn ours_bytes(&self, state: &State) -> u64 {
-        self.store.mem_used_total_bytes() + state.table.used_bytes() + FIXED_BYTES
+        let spill = self.spill.as_ref().map_or(0, Spill::used_bytes);
+        self.store.mem_used_total_bytes() + state.table.used_bytes() + spill + FIXED_BYTES
     }
 }
 
@@ -631,8 +671,8 @@ extern "C" fn evictor_entry(pager: *mut c_void) -> ! {
     // SAFETY: `start_thread` passed a pager, which is never freed.
     let pager = unsafe { &*pager.cast::<Pager>().cast_const() };
     // SAFETY: this thread was started without CLONE_FILES: the table is a copy of its own, and none of the program's
-    // descriptors may be held open by it.
-    unsafe { sys::close_all_descriptors() };
+    // descriptors may be held open by it; but for what the parent of a copy has opened for it.
+    unsafe { sys::close_all_descriptors_but(pager.spill.as_ref().map_or([-1; spill::PARTS], Spill::handed)) };
     // SAFETY: the evictor's structure is this thread's alone.
     let evictor = unsafe { &mut *pager.evictor };
     evictor.run(pager)

@@ -59,6 +59,18 @@ pub fn for_each_thread(mut each: impl FnMut(u32)) {
 
 /// The file that tells where a thread of this process runs, among other things.
 pub fn thread_path(thread: u32, buffer: &mut [u8; 64]) -> Option<&core::ffi::CStr> {
+    text(buffer, format_args!("/proc/self/task/{thread}/stat\0"))
+}
+
+/// What the descriptor `number` of a thread of this process is, opened once more in the calling thread's table.
+pub fn open_of_thread(thread: u32, number: i32) -> Option<OwnedFd> {
+    let mut buffer = [0; 64];
+    let path = text(&mut buffer, format_args!("/proc/self/task/{thread}/fd/{number}\0"))?;
+    rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).ok()
+}
+
+/// A short text that ends with a zero, written into a buffer.
+pub fn text<'b>(buffer: &'b mut [u8; 64], what: core::fmt::Arguments<'_>) -> Option<&'b core::ffi::CStr> {
     use core::fmt::Write;
     struct Text<'a>(&'a mut [u8; 64], usize);
     impl Write for Text<'_> {
@@ -70,7 +82,7 @@ pub fn thread_path(thread: u32, buffer: &mut [u8; 64]) -> Option<&core::ffi::CSt
         }
     }
     let mut text = Text(buffer, 0);
-    write!(text, "/proc/self/task/{thread}/stat\0").ok()?;
+    text.write_fmt(what).ok()?;
     core::ffi::CStr::from_bytes_until_nul(&buffer[..]).ok()
 }
 

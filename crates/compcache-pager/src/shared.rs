@@ -25,7 +25,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 /// Marks a region as ours: `"CMPCRUN1"`.
 pub const MAGIC: u64 = 0x314e_5552_4350_4d43;
 /// Changes with the layout; a pager refuses a region of another version.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// How many processes of one tree can be paged at once; the ones beyond run with the cap of a lone process.
 pub const SLOTS: usize = 1024;
 /// Set by the kernel in a robust futex whose owner died.
@@ -34,6 +34,8 @@ const RECLAIMING: u32 = 0x3fff_ffff;
 
 /// The environment variable that names the region's file.
 pub const ENV_REGION: &str = "COMPCACHE_REGION";
+/// The environment variable that names the directory for what does not fit, if there is one.
+pub const ENV_SPILL: &str = "COMPCACHE_SPILL";
 
 /// Buckets of the fault latency histogram: bucket `i` counts faults of `bucket_floor_ns(i)` and more.
 pub const LATENCY_BUCKETS: usize = 128;
@@ -77,6 +79,10 @@ pub struct Counters {
     pub readahead_pages: AtomicU64,
     /// Of those, the ones that were there when a run went on (each saved a fault).
     pub readahead_hits: AtomicU64,
+    /// Pages written to spill files.
+    pub spill_written_pages: AtomicU64,
+    /// Pages read from spill files.
+    pub spill_read_pages: AtomicU64,
     /// Time from reading a fault's message to the end of its answer, nanoseconds.
     pub fault_ns: [AtomicU64; LATENCY_BUCKETS],
 }
@@ -98,6 +104,10 @@ pub struct Gauges {
     pub compr_data_bytes: AtomicU64,
     /// The pool's arena and tables, bytes.
     pub mem_used_total_bytes: AtomicU64,
+    /// Pages in spill files, and not in the pool.
+    pub spilled_pages: AtomicU64,
+    /// Bytes of this process's spill file that are in use.
+    pub spill_bytes: AtomicU64,
 }
 
 /// One process of the tree.
@@ -148,6 +158,18 @@ pub struct Header {
     pub processes_total: AtomicU64,
     /// Processes that copied themselves without fork handlers and go on unpaged (see docs/semantics.md).
     pub unpaged_copies: AtomicU64,
+    /// The most that all spill files may take together, bytes; 0 is none.
+    pub spill_max_bytes: AtomicU64,
+    /// The highest sum of pages in spill files.
+    pub spilled_pages_peak: AtomicU64,
+    /// The highest sum of bytes of spill files in use.
+    pub spill_peak_bytes: AtomicU64,
+    /// What was to be told of the spill so far: a bit for each of [`SpillNews`].
+    pub spill_news: AtomicU32,
+    /// The errno that came with the last of them that had one.
+    pub spill_errno: AtomicU32,
+    /// Copies of processes so far that have a spill: no two have the same number.
+    pub spill_copies: AtomicU64,
     /// Slots from this number on have never been claimed.
     pub slots_used: AtomicU32,
     /// Counters of processes that have ended.
@@ -178,6 +200,36 @@ pub enum Trouble {
     Bug = 6,
 }
 
+/// What is told of the spill, once.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum SpillNews {
+    /// A process has no file.
+    NoFile = 0,
+    /// The file system is full.
+    NoSpace = 1,
+    /// The files have all they may.
+    Max = 2,
+    /// A write failed.
+    WriteFailed = 3,
+    /// A page could not be read back, or was not what was written: whoever touches it gets SIGBUS.
+    LostPage = 4,
+    /// What a copy of a process was to read could not be handed over, and was brought back into memory.
+    Recalled = 5,
+}
+
+impl SpillNews {
+    /// All of them.
+    pub const ALL: [SpillNews; 6] = [
+        SpillNews::NoFile,
+        SpillNews::NoSpace,
+        SpillNews::Max,
+        SpillNews::WriteFailed,
+        SpillNews::LostPage,
+        SpillNews::Recalled,
+    ];
+}
+
 /// The whole region.
 #[repr(C)]
 pub struct Region {
@@ -202,6 +254,10 @@ pub struct Totals {
     pub orig_data_bytes: u64,
     pub compr_data_bytes: u64,
     pub mem_used_total_bytes: u64,
+    /// Pages in spill files.
+    pub spilled_pages: u64,
+    /// Bytes of spill files in use.
+    pub spill_bytes: u64,
 }
 
 impl Region {
@@ -254,9 +310,13 @@ impl Region {
             sum.orig_data_bytes += gauges.orig_data_bytes.load(Relaxed);
             sum.compr_data_bytes += gauges.compr_data_bytes.load(Relaxed);
             sum.mem_used_total_bytes += gauges.mem_used_total_bytes.load(Relaxed);
+            sum.spilled_pages += gauges.spilled_pages.load(Relaxed);
+            sum.spill_bytes += gauges.spill_bytes.load(Relaxed);
         }
         let header = &self.header;
         header.resident_peak_bytes.fetch_max(sum.resident_bytes, Relaxed);
+        header.spilled_pages_peak.fetch_max(sum.spilled_pages, Relaxed);
+        header.spill_peak_bytes.fetch_max(sum.spill_bytes, Relaxed);
         header.total_peak_bytes.fetch_max(sum.resident_bytes + sum.ours_bytes, Relaxed);
         if header.orig_data_peak_bytes.fetch_max(sum.orig_data_bytes, Relaxed) < sum.orig_data_bytes {
             header.compr_data_at_peak_bytes.store(sum.compr_data_bytes, Relaxed);
@@ -277,6 +337,14 @@ impl Region {
         &self.slots[..(self.header.slots_used.load(Relaxed) as usize).min(SLOTS)]
     }
 
+    /// Notes what is to be told of the spill.
+    pub fn note_spill(&self, news: SpillNews, errno: i32) {
+        if errno != 0 {
+            self.header.spill_errno.store(errno as u32, Relaxed);
+        }
+        self.header.spill_news.fetch_or(1 << news as u32, Relaxed);
+    }
+
     /// Notes why a process goes on unpaged; the first reason stays.
     pub fn note_trouble(&self, trouble: Trouble, errno: i32) {
         if self.header.trouble.compare_exchange(0, trouble as u32, Relaxed, Relaxed).is_ok() {
@@ -295,6 +363,8 @@ impl Gauges {
             &self.orig_data_bytes,
             &self.compr_data_bytes,
             &self.mem_used_total_bytes,
+            &self.spilled_pages,
+            &self.spill_bytes,
         ] {
             gauge.store(0, Relaxed);
         }
@@ -323,6 +393,8 @@ impl Counters {
         add(&self.patched_pages, &other.patched_pages);
         add(&self.readahead_pages, &other.readahead_pages);
         add(&self.readahead_hits, &other.readahead_hits);
+        add(&self.spill_written_pages, &other.spill_written_pages);
+        add(&self.spill_read_pages, &other.spill_read_pages);
         for (from, to) in self.fault_ns.iter().zip(&other.fault_ns) {
             add(from, to);
         }

@@ -132,13 +132,20 @@ pub unsafe fn mremap_dont_unmap(from: usize, len: usize, to: usize) -> Result<()
     unsafe { call6(SYS_MREMAP, [from, len, len, MAYMOVE_FIXED_DONTUNMAP, to, 0]) }.map(drop)
 }
 
-/// Closes every descriptor of the calling thread's file table.
+/// Closes every descriptor of the calling thread's file table but these; negative ones are none.
 ///
 /// # Safety
 /// The caller owns the whole file table, as a thread started without `CLONE_FILES` does.
-pub unsafe fn close_all_descriptors() {
-    // SAFETY: close_range has no effect outside the file table, which is the caller's.
-    let _ = unsafe { call(SYS_CLOSE_RANGE, [0, u32::MAX as usize, 0, 0]) };
+pub unsafe fn close_all_descriptors_but<const N: usize>(mut kept: [i32; N]) {
+    kept.sort_unstable();
+    let mut from = 0;
+    for kept in kept.into_iter().filter(|kept| *kept >= 0).map(|kept| kept as usize).chain([u32::MAX as usize + 1]) {
+        if from < kept {
+            // SAFETY: close_range has no effect outside the file table, which is the caller's.
+            let _ = unsafe { call(SYS_CLOSE_RANGE, [from, kept - 1, 0, 0]) };
+        }
+        from = kept + 1;
+    }
 }
 
 /// Gives up every capability of the calling thread. Its descriptors keep what they were opened with.

@@ -60,7 +60,9 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
     let Some(path) = (unsafe { variable(environment, shared::ENV_REGION.as_bytes()) }) else { return };
     let Some(region) = map_region(path) else { return };
     libc::real::look_up();
-    match Pager::new(region) {
+    // SAFETY: as above.
+    let spill_to = unsafe { variable(environment, shared::ENV_SPILL.as_bytes()) };
+    match Pager::new(region, spill_to) {
         Ok(pager) => {
             PAGER.store(core::ptr::from_ref(pager).cast_mut(), Release);
             threads::learn();

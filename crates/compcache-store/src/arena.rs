@@ -29,7 +29,7 @@ mod sparse;
 use alloc::boxed::Box;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
-use crate::budget::{Budget, Credit};
+use crate::budget::{Budget, CREDIT_LEAST, Credit};
 use crate::error::StoreError;
 use crate::lock::{Guard, Mutex};
 use crate::page::PAGE_SIZE;
@@ -63,6 +63,16 @@ impl Location {
 
     fn new(span: u32, offset: usize) -> Location {
         Location((u64::from(span) * SPAN_BYTES as u64 + offset as u64) / GRANULE as u64)
+    }
+
+    /// Where an object of a whole page begins, by the number of its page.
+    pub fn of_page(page: u32) -> Location {
+        Location(u64::from(page) * (PAGE / GRANULE as u64))
+    }
+
+    /// The number of the page it lies in.
+    pub fn page(self) -> u32 {
+        (self.0 / (PAGE / GRANULE as u64)) as u32
     }
 
     fn byte(self) -> usize {
@@ -132,10 +142,14 @@ impl Arena {
 
     /// Finds room for an object of `class`, touching new memory only as far as `credit` goes.
     pub fn allocate(&self, class: Class, budget: &Budget, credit: &mut Credit) -> Result<Location, StoreError> {
-        if self.wants_reserve() {
+        if self.wants_reserve() || credit.reserve_only && credit.bytes < CREDIT_LEAST {
             match self.allocate_touched(class, budget, credit) {
                 Some(location) => return Ok(location),
-                None if credit.reserve_only => return Err(StoreError::MemoryRefused { bytes: PAGE }),
+                None if credit.reserve_only => {
+                    // Not there yet, or there will be none: who waits wants to know.
+                    budget.must_fit(SPAN_BYTES as u64)?;
+                    return Err(StoreError::MemoryRefused { bytes: PAGE });
+                }
                 None => {}
             }
         }
@@ -162,7 +176,7 @@ impl Arena {
     }
 
     /// Finds room for an object that compaction moves out of a victim: in spans that hold objects already.
-    pub fn allocate_elsewhere(&self, from: Location, budget: &Budget, credit: &mut Credit) -> Option<Location> {
+    fn allocate_elsewhere(&self, from: Location, budget: &Budget, credit: &mut Credit) -> Option<Location> {
         let span = self.known_span(from.span()).filter(|span| span.mark() == Mark::Victim)?;
         let class = span.class();
         let mut lists = self.lists(class);
@@ -180,7 +194,7 @@ impl Arena {
         let class = span.class();
         let position = location.offset() / class.slot_bytes();
         let mut lists = self.lists(class);
-        if !span.is_taken(position) {
+        if position >= class.objects() || !span.is_taken(position) {
             // Only damaged slot words lead here. To leak is better than to free what belongs to another page.
             return 0;
         }

@@ -14,6 +14,7 @@
 //! | [`clean`]    | moving what lives out of mostly dead segments               |
 //! | [`flight`]   | one segment from memory to the medium, and the slots after it |
 //! | [`medium`], [`file`] | what it is written to                               |
+//! | [`lineage`]  | copies of the process, by fork                              |
 //!
 //! # What holds whatever the medium does
 //! - **A page has its memory until it has arrived.** A failed write costs nothing but the attempt.
@@ -39,21 +40,24 @@ mod file;
 mod flight;
 mod gather;
 mod key;
+mod lineage;
 mod medium;
 pub(crate) mod record;
 mod segments;
 
 use alloc::boxed::Box;
 use alloc::sync::Arc;
-use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use core::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 
 pub use file::FileMedium;
 pub(crate) use flight::Flown;
+pub(crate) use gather::Wanted;
 pub use medium::{Medium, MediumError};
 
 use crate::error::StoreError;
 use crate::lock::Mutex;
 use crate::page::PAGE_SIZE;
+use crate::reclaim::{ABOVE_PERCENT, GAP_PERCENT};
 use buffer::Buffer;
 use flight::Flight;
 use gather::Plan;
@@ -61,8 +65,13 @@ use key::{Forked, Key, Once};
 use record::{Place, READ_BYTES_MAX, Sealed, TAG_BYTES, record_bytes};
 use segments::Segments;
 
+/// What lies between two records is read along with them up to so much, in bytes: less than what it would cost to ask twice.
+const NEAR_BYTES: u64 = 16 << 10;
 /// Free segments that [`Backing::tidy`] leaves their room, to be written to again.
 const FILLED_KEPT: usize = 4;
+
+/// What [`Backing::set_above_percent`] takes.
+const ABOVE_PERCENTS: core::ops::RangeInclusive<u8> = GAP_PERCENT..=95;
 
 /// How a backing is set up.
 #[derive(Clone, Copy, Debug)]
@@ -140,10 +149,12 @@ pub struct Backing {
     medium: Box<dyn Medium>,
     key: Key,
     segment_bytes: usize,
+    part_segments: usize,
     segments: Mutex<Segments>,
     health: Mutex<Health>,
     counts: Counts,
     plan: Mutex<Plan>,
+    above_percent: AtomicU8,
     /// Held for a whole flight, by one that cleans.
     cleaning: Mutex<()>,
     flights: [Mutex<Flight>; 2],
@@ -155,21 +166,35 @@ impl Backing {
     /// # Errors
     /// [`StoreError::BackingRefused`]: a size it cannot have. [`StoreError::KeyRefused`], [`StoreError::MemoryRefused`].
     pub fn new(medium: Box<dyn Medium>, config: BackingConfig) -> Result<Arc<Backing>, StoreError> {
+        Backing::with_parts(medium, config, 1, true)
+    }
+
+    fn with_parts(
+        medium: Box<dyn Medium>,
+        config: BackingConfig,
+        parts: usize,
+        is_key_wiped: bool,
+    ) -> Result<Arc<Backing>, StoreError> {
         let BackingConfig { capacity_bytes, segment_bytes } = config;
         let is_segment =
             BackingConfig::SEGMENT_BYTES.contains(&segment_bytes) && segment_bytes.is_multiple_of(PAGE_SIZE);
         let segments = capacity_bytes.checked_div(segment_bytes as u64).unwrap_or(0);
-        if !is_segment || segments < BackingConfig::SEGMENTS_LEAST || capacity_bytes > Place::BACKING_BYTES_MAX {
+        if !is_segment
+            || segments < BackingConfig::SEGMENTS_LEAST
+            || capacity_bytes.saturating_mul(parts as u64) > Place::BACKING_BYTES_MAX
+        {
             return Err(StoreError::BackingRefused { capacity_bytes, segment_bytes });
         }
         Ok(Arc::new(Backing {
             medium,
-            key: Key::new()?,
+            key: Key::new(is_key_wiped)?,
             segment_bytes,
-            segments: Mutex::new(Segments::new(segments as u32, segment_bytes as u64)),
+            part_segments: segments as usize,
+            segments: Mutex::new(Segments::new(segments as u32, segment_bytes as u64, parts)?),
             health: Mutex::new(Health::Good),
             counts: Counts::default(),
             plan: Mutex::new(Plan::new()),
+            above_percent: AtomicU8::new(ABOVE_PERCENT),
             cleaning: Mutex::new(()),
             flights: [Mutex::new(Flight::new(segment_bytes)?), Mutex::new(Flight::new(segment_bytes)?)],
         }))
@@ -200,7 +225,7 @@ impl Backing {
     pub fn tidy(&self) {
         loop {
             // While room is short, what is there already is the only room that is sure.
-            if self.health() != Health::Good {
+            if self.health() != Health::Good || !self.key.may_seal() {
                 return;
             }
             let Some(begun) = self.segments.lock().next_to_punch(FILLED_KEPT) else { return };
@@ -208,6 +233,21 @@ impl Backing {
             self.medium.punch(u64::from(begun.segment) * bytes, bytes);
             self.segments.lock().punched(begun);
         }
+    }
+
+    /// Above how many hundredths of a limit pages leave for it.
+    pub fn above_percent(&self) -> u8 {
+        self.above_percent.load(Relaxed)
+    }
+
+    /// Changes that, from now on, to 10 to 95.
+    pub fn set_above_percent(&self, percent: u8) {
+        self.above_percent.store(percent.clamp(*ABOVE_PERCENTS.start(), *ABOVE_PERCENTS.end()), Relaxed);
+    }
+
+    /// Until how many hundredths they leave.
+    pub(crate) fn until_percent(&self) -> u64 {
+        (self.above_percent() - GAP_PERCENT).into()
     }
 
     fn set_health(&self, health: Health) {
@@ -232,8 +272,48 @@ impl Backing {
         }
     }
 
+    /// Reads the blocks of what a slot said; waits for the medium, and locks nothing. Whether they are the page's is seen when it
+    /// is opened ([`Pool::open_fetched`](crate::Pool::open_fetched)).
+    ///
+    /// # Errors
+    /// What the medium said.
+    pub fn fetch(&self, record: Record, fetcher: &mut Fetcher) -> Result<(), MediumError> {
+        self.read(record.0, fetcher)?;
+        fetcher.holds = Some(record.0);
+        Ok(())
+    }
+
+    /// Takes a record along, if it lies near enough to those that `batch` has; an empty one takes any.
+    pub fn add_to(&self, batch: &mut Batch, record: Record) -> bool {
+        let ((segment, _), (blocks, _)) = (record.0.place.split(self.segment_bytes), covering(record.0));
+        let joined = match &batch.holds {
+            None => blocks,
+            Some((of, _)) if *of != segment => return false,
+            Some((_, held)) => {
+                let is_near = blocks.start <= held.end + NEAR_BYTES && held.start <= blocks.end + NEAR_BYTES;
+                let joined = held.start.min(blocks.start)..held.end.max(blocks.end);
+                if !is_near || joined.end - joined.start > Batch::BYTES as u64 {
+                    return false;
+                }
+                joined
+            }
+        };
+        batch.holds = Some((segment, joined));
+        true
+    }
+
+    /// As [`Backing::fetch`], for all records that were added, with one access.
+    ///
+    /// # Errors
+    /// What the medium said; of which record, it does not say.
+    pub fn fetch_batch(&self, batch: &mut Batch) -> Result<(), MediumError> {
+        let Some((_, blocks)) = &batch.holds else { return Ok(()) };
+        self.medium.read_at(blocks.start, &mut batch.buffer[..(blocks.end - blocks.start) as usize])
+    }
+
     /// Reads the blocks of a record; waits for the medium. Whether they are the record's is seen by [`Backing::open`].
     pub(crate) fn read(&self, sealed: Sealed, fetcher: &mut Fetcher) -> Result<(), MediumError> {
+        fetcher.holds = None;
         let (blocks, _) = covering(sealed);
         let into = &mut fetcher.buffer[..(blocks.end - blocks.start) as usize];
         self.medium.read_at(blocks.start, into).inspect_err(|_| _ = self.counts.failed_reads.fetch_add(1, Relaxed))
@@ -275,9 +355,15 @@ fn associated(pool: u64, sealed: Sealed) -> [u8; 12] {
     associated
 }
 
+/// What a slot says of a page on a backing, for a thread that reads it ahead of being asked: [`Backing::fetch`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record(pub(crate) Sealed);
+
 /// What a thread needs to read pages from a backing, made once: 12 KiB, aligned.
 pub struct Fetcher {
     buffer: Buffer,
+    /// What [`Backing::fetch`] has read, until it is opened.
+    pub(crate) holds: Option<Sealed>,
 }
 
 impl Fetcher {
@@ -286,11 +372,53 @@ impl Fetcher {
     /// # Errors
     /// [`StoreError::MemoryRefused`].
     pub fn new() -> Result<Fetcher, StoreError> {
-        Ok(Fetcher { buffer: Buffer::new(READ_BYTES_MAX)? })
+        Ok(Fetcher { buffer: Buffer::new(READ_BYTES_MAX)?, holds: None })
+    }
+
+    /// Whether it holds this, read and not opened yet.
+    pub fn holds(&self, record: Record) -> bool {
+        self.holds == Some(record.0)
     }
 
     /// Address and length of the buffer. A pager must not evict it.
     pub fn memory_range(&self) -> (usize, usize) {
         self.buffer.range()
+    }
+}
+
+/// What a thread needs to read records that lie near each other with one access, made once: 64 KiB, aligned.
+pub struct Batch {
+    buffer: Buffer,
+    /// The segment, and the blocks in the backing, of the records that were added.
+    holds: Option<(u32, core::ops::Range<u64>)>,
+}
+
+impl Batch {
+    /// The most that is read with one access.
+    pub const BYTES: usize = 64 << 10;
+
+    /// An empty one.
+    ///
+    /// # Errors
+    /// [`StoreError::MemoryRefused`].
+    pub fn new() -> Result<Batch, StoreError> {
+        Ok(Batch { buffer: Buffer::new(Batch::BYTES)?, holds: None })
+    }
+
+    /// Makes it empty.
+    pub fn clear(&mut self) {
+        self.holds = None;
+    }
+
+    /// Gives a fetcher what was read of a record, as if it had fetched it. False if it was not added.
+    pub fn hand_to(&self, record: Record, fetcher: &mut Fetcher) -> bool {
+        let (blocks, _) = covering(record.0);
+        let from = self.holds.as_ref().and_then(|(_, held)| blocks.start.checked_sub(held.start));
+        let read = from.and_then(|from| self.buffer.get(from as usize..)?.get(..(blocks.end - blocks.start) as usize));
+        fetcher.holds = read.is_some().then_some(record.0);
+        if let Some(read) = read {
+            fetcher.buffer[..read.len()].copy_from_slice(read);
+        }
+        read.is_some()
     }
 }

@@ -93,28 +93,28 @@ impl Budget {
         Ok(())
     }
 
-    /// Charges `bytes`, or refuses.
+    /// Charges `bytes`, or refuses, this and what comes until nine tenths are reached.
     pub fn try_charge(&self, bytes: u64) -> Result<(), StoreError> {
-        let limit = self.limit.load(Ordering::Relaxed);
-        let mut charged = self.charged.load(Ordering::Relaxed);
-        loop {
-            let refused = StoreError::LimitReached { used_bytes: charged, limit_bytes: limit };
-            if self.refusing.load(Ordering::Relaxed) && charged > accept_bytes(limit) {
-                return Err(refused);
-            }
-            if charged.saturating_add(bytes) > limit {
-                self.refusing.store(true, Ordering::Relaxed);
-                return Err(refused);
-            }
-            match self.charged.compare_exchange_weak(charged, charged + bytes, Ordering::Relaxed, Ordering::Relaxed) {
-                Ok(_) => break,
-                Err(now) => charged = now,
-            }
-        }
         if self.refusing.load(Ordering::Relaxed) {
-            self.refusing.store(false, Ordering::Relaxed);
+            let (used_bytes, limit_bytes) = (self.charged.load(Ordering::Relaxed), self.limit_bytes());
+            if used_bytes > accept_bytes(limit_bytes) {
+                return Err(StoreError::LimitReached { used_bytes, limit_bytes });
+            }
         }
-        Ok(())
+        let charged = self.charge_if_it_fits(bytes);
+        if self.refusing.load(Ordering::Relaxed) != charged.is_err() {
+            self.refusing.store(charged.is_err(), Ordering::Relaxed);
+        }
+        charged
+    }
+
+    /// Charges `bytes` if that stays within the limit, also while writes are refused. If not, nobody else is refused for it: for the
+    /// reserve, and for what gives back more than it takes.
+    pub fn charge_if_it_fits(&self, bytes: u64) -> Result<(), StoreError> {
+        let limit_bytes = self.limit_bytes();
+        let fits = |charged: u64| charged.checked_add(bytes).filter(|sum| *sum <= limit_bytes);
+        let charged = self.charged.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits);
+        charged.map(drop).map_err(|used_bytes| StoreError::LimitReached { used_bytes, limit_bytes })
     }
 
     /// Whether `bytes` more would stay within nine tenths of the limit: room for what is convenient but not needed.

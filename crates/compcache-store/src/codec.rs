@@ -23,6 +23,7 @@ pub(crate) use dictionary::{DICTIONARIES_MAX, Dictionaries};
 pub use dictionary::{DictionaryId, train_dictionary};
 
 use crate::error::StoreError;
+use crate::groups::GROUP_BYTES;
 use crate::page::{PAGE_SIZE, Page};
 
 /// What a pool compresses new pages with.
@@ -116,7 +117,7 @@ pub(crate) enum Change<'c> {
 impl Codecs {
     pub fn new() -> Result<Codecs, StoreError> {
         let output = alloc::vec![0; OUTPUT_BYTES].into_boxed_slice();
-        Ok(Codecs { lz4: lz4::Lz4::new(), zstd: zstd::Zstd::new()?, output, base: Box::new([0; PAGE_SIZE]) })
+        Ok(Codecs { lz4: lz4::Lz4::new(), zstd: zstd::Zstd::new(PAGE_SIZE)?, output, base: Box::new([0; PAGE_SIZE]) })
     }
 
     /// Compresses `page` and returns the result with the number that decodes it. It can be longer than the page.
@@ -183,9 +184,40 @@ impl Codecs {
         Change::Patch(LZ4_PATCHED, &output[..base_bytes.len() + length + PATCH_LENGTH])
     }
 
+    /// Whether `object`, of which `id` says how it is to be read, is `page`.
+    pub fn is_page(&mut self, id: CodecId, object: &[u8], page: &Page, dictionaries: &Dictionaries) -> bool {
+        let Codecs { zstd, base, .. } = self;
+        decode(zstd, id, object, base, dictionaries) && **base == *page
+    }
+
+    /// Decodes the frame of a group into the start of `pages` and returns its length.
+    pub fn decompress_group(&mut self, frame: &[u8], pages: &mut [u8]) -> Option<usize> {
+        self.zstd.decompress_group(frame, pages)
+    }
+
     /// The address range of the contexts that are not in the allocator's memory.
     pub fn range(&self) -> (usize, usize) {
         self.zstd.range()
+    }
+}
+
+/// What makes the frames of groups.
+pub(crate) struct GroupCompressor {
+    zstd: zstd::Zstd,
+    level: i8,
+}
+
+impl GroupCompressor {
+    pub fn new(level: i8) -> Result<GroupCompressor, StoreError> {
+        if !zstd::is_level(level) {
+            return Err(StoreError::NoSuchCodec);
+        }
+        Ok(GroupCompressor { zstd: zstd::Zstd::new(GROUP_BYTES)?, level })
+    }
+
+    /// Compresses `pages` into `frame` and returns the length; `None` if it is too long.
+    pub fn compress(&mut self, pages: &[u8], frame: &mut [u8]) -> Option<usize> {
+        self.zstd.compress(self.level, pages, frame).ok()
     }
 }
 

@@ -10,7 +10,8 @@
 //! Example: a class with 191 objects a span, ten spans, each half empty. Five are marked; about 480 objects move, 1.25 MiB are
 //! given back.
 //!
-//! The sweep also frees leaves whose pages are all absent.
+//! The sweep also frees leaves whose pages are all absent. After the tables come the groups ([`crate::groups`]), whose objects
+//! no slot leads to by itself.
 //!
 //! Lock order: the registry, then slots, then the arena's locks. The registry is held for one step, and only making and
 //! dropping pools waits for it.
@@ -20,7 +21,7 @@ use alloc::vec::Vec;
 use core::sync::atomic::Ordering::Relaxed;
 
 use crate::backing::record::Listed;
-use crate::budget::CREDIT_STEP;
+use crate::groups::GroupId;
 use crate::lock::Guard;
 use crate::page::PageIndex;
 use crate::pool::PoolCore;
@@ -42,6 +43,8 @@ pub(crate) struct Registry {
 struct Sweep {
     pool: usize,
     next: PageIndex,
+    /// After the last pool come the groups.
+    group: u32,
 }
 
 /// What one step of compaction did.
@@ -114,13 +117,16 @@ impl Store {
                 if !self.arena.choose_sparse() && !empty_leaves {
                     return Compacted { finished: true, ..done };
                 }
-                Sweep { pool: 0, next: PageIndex(0) }
+                Sweep { pool: 0, next: PageIndex(0), group: 0 }
             }
         };
         // The budget of this step: a move costs as much as looking at many slots.
         let mut effort = objects_max.max(1) * LOOK_PER_MOVE;
         while effort > 0 {
             let Some(pool) = registry.pools.get(sweep.pool) else {
+                if self.sweep_groups(&mut sweep.group, worker, &mut effort, &mut done) {
+                    break;
+                }
                 done.freed_bytes += self.arena.finish_pass(&self.budget) + self.arena.retire_kept(&self.budget);
                 done.finished = true;
                 return done;
@@ -130,11 +136,28 @@ impl Store {
                     let from = first.max(sweep.next);
                     sweep.next = self.sweep_leaf(pool, first, from, worker, &mut effort, &mut done);
                 }
-                None => sweep = Sweep { pool: sweep.pool + 1, next: PageIndex(0) },
+                None => sweep = Sweep { pool: sweep.pool + 1, next: PageIndex(0), ..sweep },
             }
         }
         registry.sweep = Some(sweep);
         done
+    }
+
+    /// Sweeps the groups from `next` on. `true`: this step has done enough, and they are not at their end.
+    fn sweep_groups(&self, next: &mut u32, worker: &mut Worker, effort: &mut usize, done: &mut Compacted) -> bool {
+        for id in *next..self.groups.end() {
+            if *effort == 0 {
+                *next = id;
+                return true;
+            }
+            let (moved, freed_bytes) =
+                self.groups.move_if_sparse(GroupId(id), &self.arena, &self.budget, &mut worker.credit);
+            *effort = effort.saturating_sub(1 + moved * (LOOK_PER_MOVE - 1));
+            done.moved += moved;
+            done.freed_bytes += freed_bytes;
+        }
+        done.freed_bytes += self.groups.trim(&self.budget);
+        false
     }
 
     /// Sweeps the leaf that begins at `first`, from `from`. Returns where to go on.
@@ -171,16 +194,7 @@ impl Store {
     fn move_if_sparse(&self, pool: &PoolCore, index: PageIndex, worker: &mut Worker, done: &mut Compacted) -> bool {
         let Some(mut guard) = pool.tree.lock(&self.tables, index, &mut worker.leaf) else { return false };
         let Slot::Stored(object) = guard.get() else { return false };
-        if !self.arena.should_move(object.location) {
-            return false;
-        }
-        let to = self.arena.allocate_below(object.location).or_else(|| {
-            // New pages only where there is room for them anyway; else the object goes where memory is already touched.
-            if self.budget.has_ample_room(CREDIT_STEP) {
-                let _ = self.budget.admit(&mut worker.credit);
-            }
-            self.arena.allocate_elsewhere(object.location, &self.budget, &mut worker.credit)
-        });
+        let to = self.arena.place_for_move(object.location, &self.budget, &mut worker.credit);
         let Some(to) = to else { return false };
         let from = guard.relocate(&object, to, &self.arena);
         drop(guard);

@@ -28,14 +28,16 @@
 //!   clock, no thread: the crate runs on threads of programs it knows nothing about.
 //! - A page that has been written back takes no memory but its slot, and is read from the backing by whoever may wait for that
 //!   ([`Pool::fetch`]). Everybody else is told where it is ([`Read::OnBacking`]).
+//! - Pages that were not used for a while can be compressed together ([`Pool::recompress`]); they are read, written and discarded
+//!   one by one as before.
 //! - Memory stays below the limit, except for the tables of same-filled and moved pages (twelve bytes a page).
 //!
 //! # Lock order
 //! 0. a flight of a backing, its cleaning (both while its medium is written to; nobody waits for them), its plan (while it gathers)
 //! 1. the registry of pools (one step of compaction or of a flight; making and dropping pools)
 //! 2. slots, by page index when two are held
-//! 3. the growth of tables (takes slots only by trying)
-//! 4. a size class, then the source of spans
+//! 3. the growth of tables (takes slots only by trying); a group of pages
+//! 4. a size class, then the source of spans; the table of groups
 //! 5. the growth of a region; the segments of a backing
 //!
 //! Every lock but the first two is held for well under a microsecond, system calls that grow a region aside; the lock of a
@@ -67,6 +69,8 @@ mod error;
 #[cfg(not(loom))]
 mod futex;
 #[cfg(not(loom))]
+mod groups;
+#[cfg(not(loom))]
 mod latency;
 #[cfg(not(loom))]
 mod lock;
@@ -93,15 +97,16 @@ mod sync;
 
 #[cfg(not(loom))]
 pub use crate::{
-    backing::{Backing, BackingConfig, BackingStats, Fetcher, FileMedium, Health, Medium, MediumError},
+    backing::{Backing, BackingConfig, BackingStats, Batch, Fetcher, FileMedium, Health, Medium, MediumError, Record},
     codec::{Codec, DictionaryId, train_dictionary},
     compact::Compacted,
     config::{PoolConfig, StoreConfig},
     error::StoreError,
+    groups::Recompressor,
     latency::{Latency, LatencySnapshot},
     page::{PAGE_SIZE, Page, PageIndex},
-    pool::{Extent, Pool, Read, Rewritten, RunFailed, Written},
-    reclaim::Reclaimed,
+    pool::{Extent, Pool, Read, Recompressed, Rewritten, RunFailed, Written},
+    reclaim::{Leaving, Reclaimed},
     stats::{PoolStats, Stat, TABLE, Unit},
     store::Store,
     worker::{Clock, Worker},

@@ -43,6 +43,14 @@ impl<T> Mutex<T> {
         free.then(|| Guard { mutex: self })
     }
 
+    /// Frees the lock whoever held it.
+    ///
+    /// # Safety
+    /// Only in the child of a fork, by its only thread; what is guarded must be fit to be used as it was copied.
+    pub unsafe fn free_after_fork(&self) {
+        self.word.store(FREE, Ordering::Release);
+    }
+
     #[cold]
     fn lock_slow(&self) {
         for _ in 0..SPINS {

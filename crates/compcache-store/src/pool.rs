@@ -7,6 +7,8 @@
 //! | rewrite   | compared with the word | a patch, if little changed     | compared                | as write                |
 //! | take      | read, then discarded  | read, then discarded            | read, then discarded    | (no difference)         |
 //!
+//! A page in a group (`recompress.rs`) is like one that compresses, but that its group stays until the last page of it goes.
+//!
 //! A page that is on the backing is not read so, but fetched ([`Pool::fetch`]); written, rewritten, discarded and moved it is like
 //! any other.
 //!
@@ -19,6 +21,7 @@ mod fetch;
 mod fork;
 mod range;
 mod read;
+mod recompress;
 mod rewrite;
 mod run;
 mod write;
@@ -28,9 +31,11 @@ use alloc::sync::Arc;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 pub use read::{Extent, Read};
+pub use recompress::Recompressed;
 pub use rewrite::Rewritten;
 pub use run::RunFailed;
 pub use write::Written;
+pub(crate) use write::form;
 
 use crate::arena::Arena;
 use crate::backing::{Backing, record::record_bytes};
@@ -39,7 +44,7 @@ use crate::config::PoolConfig;
 use crate::error::StoreError;
 use crate::latency::Latency;
 use crate::page::{PAGE_SIZE, PageIndex};
-use crate::slot::{self, Slot};
+use crate::slot::{self, Member, Slot};
 use crate::stats::{Counters, Footprint, PoolStats};
 use crate::store::Store;
 use crate::table::{LeafCache, SlotGuard, Tree};
@@ -119,7 +124,15 @@ impl PoolCore {
         match (old, &self.backing) {
             (Slot::Stored(object), _) => _ = store.arena.free(object.location, &store.budget),
             (Slot::OnBacking(sealed), Some(backing)) => backing.free(sealed),
+            (Slot::Grouped(member), _) => self.leave_group(store, member),
             _ => {}
+        }
+    }
+
+    /// One page less in its group; with the last goes the group.
+    fn leave_group(&self, store: &Store, member: Member) {
+        if let Some(size) = store.groups.release(member.group, member.place, &store.arena, &store.budget) {
+            self.counters.shard(NO_WORKER).change(Footprint::group(size), Footprint::ABSENT);
         }
     }
 }
@@ -129,6 +142,7 @@ fn footprint(slot: Slot, arena: &Arena) -> Footprint {
     match slot {
         Slot::Absent => Footprint::ABSENT,
         Slot::SameFilled { .. } | Slot::Damaged => Footprint::SAME_FILLED,
+        Slot::Grouped(_) => Footprint::GROUPED,
         Slot::OnBacking(sealed) => Footprint::on_backing(record_bytes(sealed.length.into())),
         Slot::Stored(object) => {
             let slot_bytes = arena.class_of(object.location).slot_bytes();

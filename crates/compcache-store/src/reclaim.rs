@@ -6,9 +6,11 @@
 //! | above 85 %                | pages leave, in flights of a segment, until it is 75 %                           |
 //! | 100 %                     | writes are refused until it is 90 %, so who may wait waits for a flight or two   |
 //!
-//! The same holds for the limit of a pool alone, and its pages. What leaves frees objects all over the spans, and spans give their
+//! The 85 % can be changed while the backing is in use; it ends ten below. The same holds for the limit of a pool alone, and its pages. What leaves frees objects all over the spans, and spans give their
 //! memory back when they are compacted; so after every sixteenth of the memory that is freed, and whenever a flight finds
 //! nothing to take, compaction is run to its end.
+//!
+//! [`Store::write_back`] has pages leave whatever is used: when the system is short of memory though the limit is far, or somebody asks for it.
 //!
 //! A front end's thread does this, or two, so that one gets the next segment ready while the other waits for the medium: the store has
 //! none. Nobody who reads or writes waits for it, but for
@@ -18,14 +20,14 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use crate::backing::{Backing, Flown, Health, MediumError};
-use crate::pool::PoolCore;
+use crate::backing::{Backing, Flown, Health, MediumError, Wanted};
+use crate::pool::{Pool, PoolCore};
 use crate::store::Store;
 use crate::worker::Worker;
 
-/// Reclaim begins above so much of the limit, and ends at so much.
-const ABOVE_PERCENT: u64 = 85;
-pub(crate) const UNTIL_PERCENT: u64 = 75;
+/// Reclaim begins above so much of the limit, unless told otherwise ([`Backing::set_above_percent`]), and ends so much below.
+pub(crate) const ABOVE_PERCENT: u8 = 85;
+pub(crate) const GAP_PERCENT: u8 = 10;
 /// Compaction is run when so large a share of what is used was freed.
 const COMPACT_SHARE: u64 = 16;
 const COMPACTED_AT_ONCE: usize = 256;
@@ -39,16 +41,28 @@ pub struct Reclaimed {
     pub pages: usize,
     /// Memory given back to the system, in bytes, as far as this step saw it.
     pub freed_bytes: u64,
+    /// Bytes of memory that the objects of these pages took; it is there for others, if not given back.
+    pub object_bytes: u64,
     /// Another thread is at it; this one did nothing.
     pub is_busy: bool,
     /// There is nothing more to do, or nothing more can be done now. `false`: call again.
     pub finished: bool,
 }
 
+/// Which pages of a pool [`Store::write_back`] has leave.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Leaving {
+    /// All there are: first those that do not compress, then those not used for longest.
+    #[default]
+    Oldest,
+    /// Those alone that do not compress.
+    Incompressible,
+}
+
 impl Store {
-    /// Whether pages should go to `backing`: the store, or a pool on that backing, uses more than 85 % of its limit.
+    /// Whether pages should go to `backing`: the store, or a pool on that backing, uses more than 85 % of its limit, or what was set.
     pub fn wants_reclaim(&self, backing: &Backing) -> bool {
-        self.is_above(backing, ABOVE_PERCENT)
+        self.is_above(backing, backing.above_percent().into())
     }
 
     /// Writes one segment of pages to `backing`, raw ones first, then those not used for longest, if the store, or a pool on that
@@ -60,29 +74,65 @@ impl Store {
     /// # Errors
     /// What the medium said. No page is lost, or anywhere else than it was.
     pub fn reclaim(&self, worker: &mut Worker, backing: &Backing) -> Result<Reclaimed, MediumError> {
-        if !self.is_above(backing, UNTIL_PERCENT) {
+        let until_percent = backing.until_percent();
+        if !self.is_above(backing, until_percent) {
             return Ok(Reclaimed { finished: true, ..Reclaimed::default() });
         }
-        let whole_store = self.budget.is_above(UNTIL_PERCENT);
-        let wants = |pool: &PoolCore| whole_store || pool.is_above(UNTIL_PERCENT);
-        let Flown { pages, freed_bytes, is_busy, .. } = backing.fly(self, worker, &wants)?;
+        let whole_store = self.budget.is_above(until_percent);
+        let wants = |pool: &PoolCore| whole_store || pool.is_above(until_percent);
+        let done = self.one_flight(worker, backing, &Wanted { wants: &wants, leaving: Leaving::Oldest })?;
+        Ok(Reclaimed { finished: done.finished || !self.is_above(backing, until_percent), ..done })
+    }
+
+    /// Writes one segment of pages of `pool` to its backing, whatever its limit and the store's say; and compacts, now and then. Waits as
+    /// [`Store::reclaim`] does. It has finished when nothing more can leave.
+    ///
+    /// # Errors
+    /// What the medium said. No page is lost, or anywhere else than it was.
+    pub fn write_back(&self, worker: &mut Worker, pool: &Pool, leaving: Leaving) -> Result<Reclaimed, MediumError> {
+        let Some(backing) = pool.backing() else {
+            return Ok(Reclaimed { finished: true, ..Reclaimed::default() });
+        };
+        let serial = pool.core().serial();
+        let wants = |pool: &PoolCore| pool.serial() == serial;
+        self.one_flight(worker, backing, &Wanted { wants: &wants, leaving })
+    }
+
+    fn one_flight(
+        &self,
+        worker: &mut Worker,
+        backing: &Backing,
+        wanted: &Wanted<'_>,
+    ) -> Result<Reclaimed, MediumError> {
+        let Flown { pages, freed_bytes, is_busy, .. } = backing.fly(self, worker, wanted)?;
         if is_busy {
             return Ok(Reclaimed { is_busy, finished: true, ..Reclaimed::default() });
         }
         let used = self.mem_used_total_bytes();
-        let freed = self.reclaimed.fetch_add(freed_bytes, Relaxed) + freed_bytes;
+        let object_bytes = freed_bytes;
+        let freed = self.reclaimed.fetch_add(object_bytes, Relaxed) + object_bytes;
         if pages == 0 || freed > used / COMPACT_SHARE {
             self.reclaimed.store(0, Relaxed);
             self.compact_all(worker);
         }
         let freed_bytes = used.saturating_sub(self.mem_used_total_bytes());
         let is_stuck = pages == 0 && (freed_bytes == 0 || backing.health() != Health::Good);
-        Ok(Reclaimed { pages, freed_bytes, is_busy, finished: is_stuck || !self.is_above(backing, UNTIL_PERCENT) })
+        Ok(Reclaimed { pages, freed_bytes, object_bytes, is_busy, finished: is_stuck })
     }
 
     fn is_above(&self, backing: &Backing, percent: u64) -> bool {
         self.budget.is_above(percent)
             || self.registry.lock().pools().iter().any(|pool| pool.is_on(backing) && pool.is_above(percent))
+    }
+
+    /// Notes that objects of so many bytes were freed, and compacts if that is a large share of what is used; or, after the last of
+    /// a pass, if anything was freed.
+    pub(crate) fn compact_after(&self, worker: &mut Worker, freed_bytes: u64, is_last: bool) {
+        let freed = self.reclaimed.fetch_add(freed_bytes, Relaxed) + freed_bytes;
+        if freed > self.mem_used_total_bytes() / COMPACT_SHARE || (is_last && freed > 0) {
+            self.reclaimed.store(0, Relaxed);
+            self.compact_all(worker);
+        }
     }
 
     fn compact_all(&self, worker: &mut Worker) {

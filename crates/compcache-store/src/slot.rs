@@ -17,6 +17,10 @@
 //! | 0..36         | location, in units of 8 bytes          | the word, whole    |
 //! | 36..64        | checksum, high 28 bits                 |                    |
 //!
+//! A page in a group ([`crate::groups`]) has the state of a same-filled one, and all ones where that has no codec. Its payload
+//! is the number of the group and a checksum of the page, 32 bits each; its place in the group is where length begins, behind it
+//! whether it was read since, and 11 bits that check number and place.
+//!
 //! So 512 GiB of arena, a 32-bit checksum and lengths of 1..=4096 fit with no bit to spare; and as much of a backing, so that
 //! a page there costs no more than one in memory. A same-filled page keeps a
 //! 16-bit check of its word where length and checksum would be. State zero is absent, so fresh memory is an empty leaf.
@@ -30,6 +34,7 @@ pub(crate) mod word;
 use crate::arena::Location;
 use crate::backing::record::{Place, Sealed};
 use crate::codec::CodecId;
+use crate::groups::GroupId;
 use crate::page::PAGE_SIZE;
 
 pub(crate) const LOCKED: u32 = 1 << 0;
@@ -58,6 +63,12 @@ const ON_BACKING: u32 = 0b110;
 
 /// The codec number of an object that is the page itself.
 const RAW: u32 = 3;
+/// What stands for a codec in the slot of a page in a group. Three bits from that of a same-filled page, whose state it shares.
+const IN_GROUP: u32 = CODEC_MASK;
+const PLACE_SHIFT: u32 = LENGTH_SHIFT;
+const PLACE_MASK: u32 = 0xf;
+const READ_ONCE: u32 = 1 << 20;
+const MEMBER_CHECK_SHIFT: u32 = 21;
 
 /// What a slot says about its page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +81,8 @@ pub(crate) enum Slot {
     Stored(Object),
     /// An object on the pool's backing.
     OnBacking(Sealed),
+    /// One page of a group in the arena.
+    Grouped(Member),
     /// The words contradict themselves: memory has been damaged.
     Damaged,
 }
@@ -84,6 +97,25 @@ pub(crate) struct Object {
     pub checksum: u32,
 }
 
+/// Which page of which group, and what it must hash to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Member {
+    pub group: GroupId,
+    /// 0..16.
+    pub place: u8,
+    /// It was read since it is in the group.
+    pub read_once: bool,
+    /// Of the page itself.
+    pub checksum: u32,
+}
+
+impl Member {
+    /// Spreads number and place over the 11 bits that check them.
+    fn check(group: GroupId, place: u32) -> u32 {
+        ((u64::from(group.0) << 4 | u64::from(place)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 53) as u32
+    }
+}
+
 /// Spreads a same-filled word over the 16 bits that check it.
 fn word_check(word: u64) -> u32 {
     (word.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48) as u32
@@ -96,6 +128,12 @@ impl Slot {
         match self {
             Slot::Absent | Slot::Damaged => (0, 0),
             Slot::SameFilled { word } => (head(SAME_FILLED) | word_check(word) << LENGTH_SHIFT, word),
+            Slot::Grouped(Member { group, place, read_once, checksum }) => {
+                let (place, read_once) = (u32::from(place), if read_once { READ_ONCE } else { 0 });
+                let check = Member::check(group, place) << MEMBER_CHECK_SHIFT;
+                let meta = head(SAME_FILLED) | IN_GROUP << CODEC_SHIFT | place << PLACE_SHIFT | read_once | check;
+                (meta, u64::from(group.0) | u64::from(checksum) << 32)
+            }
             Slot::OnBacking(Sealed { codec, place, length, check }) => {
                 with_object(head(ON_BACKING), codec, place.0, length, check)
             }
@@ -109,7 +147,10 @@ impl Slot {
     pub fn unpack(meta: u32, payload: u64) -> Slot {
         match state(meta) {
             ABSENT if meta == 0 => Slot::Absent,
-            SAME_FILLED if meta >> LENGTH_SHIFT == word_check(payload) => Slot::SameFilled { word: payload },
+            SAME_FILLED if codec_bits(meta) == IN_GROUP => member(meta, payload),
+            SAME_FILLED if codec_bits(meta) == 0 && meta >> LENGTH_SHIFT == word_check(payload) => {
+                Slot::SameFilled { word: payload }
+            }
             ON_BACKING => Slot::OnBacking(Sealed {
                 codec: codec(meta),
                 place: Place(payload & LOCATION_MASK),
@@ -135,8 +176,25 @@ fn with_object(head: u32, codec: Option<CodecId>, location: u64, length: u16, ch
     (meta, location | u64::from(checksum >> CHECK_LOW_BITS) << LOCATION_BITS)
 }
 
+fn member(meta: u32, payload: u64) -> Slot {
+    let (group, place) = (GroupId(payload as u32), meta >> PLACE_SHIFT & PLACE_MASK);
+    match meta >> MEMBER_CHECK_SHIFT == Member::check(group, place) {
+        true => Slot::Grouped(Member {
+            group,
+            place: place as u8,
+            read_once: meta & READ_ONCE != 0,
+            checksum: (payload >> 32) as u32,
+        }),
+        false => Slot::Damaged,
+    }
+}
+
+fn codec_bits(meta: u32) -> u32 {
+    meta >> CODEC_SHIFT & CODEC_MASK
+}
+
 fn codec(meta: u32) -> Option<CodecId> {
-    Some(meta >> CODEC_SHIFT & CODEC_MASK).filter(|id| *id != RAW).map(|id| CodecId(id as u8))
+    Some(codec_bits(meta)).filter(|id| *id != RAW).map(|id| CodecId(id as u8))
 }
 
 /// The length of the object of a page that has one.
@@ -159,7 +217,12 @@ pub(crate) fn is_present(meta: u32) -> bool {
 
 /// Whether the page is one word repeated.
 pub(crate) fn is_same_filled(meta: u32) -> bool {
-    state(meta) == SAME_FILLED
+    state(meta) == SAME_FILLED && codec_bits(meta) != IN_GROUP
+}
+
+/// Whether the page is in a group.
+pub(crate) fn is_grouped(meta: u32) -> bool {
+    state(meta) == SAME_FILLED && codec_bits(meta) == IN_GROUP
 }
 
 /// Whether the page is on the backing.
@@ -222,6 +285,25 @@ mod tests {
         }
 
         #[test]
+        fn every_slot_of_a_page_in_a_group_survives_packing_and_tells_a_flipped_bit(
+            group: u32, place in 0u8..16, read_once: bool, checksum: u32, age: u8,
+        ) {
+            let member = Member { group: GroupId(group), place, read_once, checksum };
+            let (meta, payload) = Slot::Grouped(member).pack(age);
+            prop_assert_eq!(meta & (LOCKED | WAITERS), 0);
+            prop_assert_eq!(Slot::unpack(meta, payload), Slot::Grouped(member));
+            prop_assert!(is_grouped(meta) && is_present(meta) && !is_same_filled(meta) && !is_stored(meta) && !is_raw(meta));
+            prop_assert_eq!(super::age(meta), age);
+            for bit in (STATE_SHIFT..AGE_SHIFT).chain(PLACE_SHIFT..READ_ONCE.ilog2()).chain(MEMBER_CHECK_SHIFT..32) {
+                let damaged = Slot::unpack(meta ^ 1 << bit, payload);
+                prop_assert!(!matches!(damaged, Slot::Grouped(_) | Slot::SameFilled { .. }), "bit {}", bit);
+            }
+            for bit in 0..32 {
+                prop_assert_eq!(Slot::unpack(meta, payload ^ 1 << bit), Slot::Damaged);
+            }
+        }
+
+        #[test]
         fn every_same_filled_slot_survives_packing(word: u64, age: u8) {
             let (meta, payload) = Slot::SameFilled { word }.pack(age);
             prop_assert_eq!(Slot::unpack(meta, payload), Slot::SameFilled { word });
@@ -233,7 +315,9 @@ mod tests {
     fn a_flipped_state_bit_is_always_damage() {
         let object = Object { codec: Some(CodecId(1)), location: Location(9), length: 70, checksum: 77 };
         let sealed = Sealed { codec: None, place: Place(3), length: 4096, check: 5 };
-        for slot in [Slot::SameFilled { word: 5 }, Slot::Stored(object), Slot::OnBacking(sealed)] {
+        let member = Member { group: GroupId(3), place: 7, read_once: false, checksum: 9 };
+        for slot in [Slot::SameFilled { word: 5 }, Slot::Stored(object), Slot::OnBacking(sealed), Slot::Grouped(member)]
+        {
             let (meta, payload) = slot.pack(1);
             for bit in STATE_SHIFT..CODEC_SHIFT {
                 assert_eq!(Slot::unpack(meta ^ 1 << bit, payload), Slot::Damaged, "{slot:?}");

@@ -8,13 +8,14 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use crate::groups::GroupSize;
 use crate::latency::{self, Histogram, Latency};
 use crate::page::PAGE_SIZE;
 
 const SHARDS: usize = 8;
 /// Things counted per page: pages, same-filled, raw, compressed to half or less, payload bytes, slot bytes; on the backing,
-/// and bytes there.
-const GAUGES: usize = 8;
+/// and bytes there; in groups, and bytes of the groups' frames.
+const GAUGES: usize = 10;
 
 /// What one page adds to the gauges of its pool.
 #[derive(Clone, Copy, Default)]
@@ -22,17 +23,25 @@ pub(crate) struct Footprint([u64; GAUGES]);
 
 impl Footprint {
     pub const ABSENT: Footprint = Footprint([0; GAUGES]);
-    pub const SAME_FILLED: Footprint = Footprint([1, 1, 0, 0, 0, 0, 0, 0]);
+    pub const SAME_FILLED: Footprint = Footprint([1, 1, 0, 0, 0, 0, 0, 0, 0, 0]);
+    /// A page in a group. What the group takes is counted once, with the group.
+    pub const GROUPED: Footprint = Footprint([1, 0, 0, 1, 0, 0, 0, 0, 1, 0]);
 
     /// An object of `length` bytes in a slot of `slot_bytes`.
     pub fn stored(raw: bool, length: usize, slot_bytes: usize) -> Footprint {
         let good = !raw && length <= PAGE_SIZE / 2;
-        Footprint([1, 0, u64::from(raw), u64::from(good), length as u64, slot_bytes as u64, 0, 0])
+        Footprint([1, 0, u64::from(raw), u64::from(good), length as u64, slot_bytes as u64, 0, 0, 0, 0])
     }
 
     /// A record of so many bytes on the backing.
     pub fn on_backing(record_bytes: usize) -> Footprint {
-        Footprint([1, 0, 0, 0, 0, 0, 1, record_bytes as u64])
+        Footprint([1, 0, 0, 0, 0, 0, 1, record_bytes as u64, 0, 0])
+    }
+
+    /// A group, without its pages.
+    pub fn group(size: GroupSize) -> Footprint {
+        let (length, slot_bytes) = (size.length as u64, size.slot_bytes as u64);
+        Footprint([0, 0, 0, 0, length, slot_bytes, 0, 0, 0, length])
     }
 }
 
@@ -46,6 +55,7 @@ pub(crate) struct Shard {
     pub invalid: AtomicU64,
     pub discards: AtomicU64,
     pub compacted: AtomicU64,
+    pub recompressed: AtomicU64,
     pub bd_reads: AtomicU64,
     pub bd_writes: AtomicU64,
     pub bd_failed: AtomicU64,
@@ -63,6 +73,7 @@ impl Shard {
             invalid: zero(),
             discards: zero(),
             compacted: zero(),
+            recompressed: zero(),
             bd_reads: zero(),
             bd_writes: zero(),
             bd_failed: zero(),
@@ -98,7 +109,9 @@ impl Counters {
     }
 
     fn gauge(&self, which: usize) -> u64 {
-        self.shards.iter().fold(0, |sum: u64, shard| sum.wrapping_add(shard.gauges[which].load(Relaxed)))
+        let add = |sum: u64, shard: &Shard| sum.wrapping_add(shard.gauges[which].load(Relaxed));
+        // A reading in the middle of a change can be a little below zero.
+        (self.shards.iter().fold(0, add) as i64).max(0) as u64
     }
 
     fn total(&self, which: impl Fn(&Shard) -> &AtomicU64) -> u64 {
@@ -107,13 +120,12 @@ impl Counters {
 
     /// Bytes of the slots of all objects.
     pub fn slot_bytes(&self) -> u64 {
-        // A reading in the middle of a change can be a little below zero.
-        (self.gauge(5) as i64).max(0) as u64
+        self.gauge(5)
     }
 
     /// Pages in memory that are kept raw.
     pub fn raw_pages(&self) -> u64 {
-        (self.gauge(2) as i64).max(0) as u64
+        self.gauge(2)
     }
 
     pub fn latency(&self) -> Latency {
@@ -141,6 +153,9 @@ impl Counters {
             invalid_io: self.total(|shard| &shard.invalid),
             pages_discard: self.total(|shard| &shard.discards),
             slot_bytes: self.slot_bytes(),
+            grouped_pages: self.gauge(8),
+            group_bytes: self.gauge(9),
+            pages_recompressed: self.total(|shard| &shard.recompressed),
             bd_count: self.gauge(6),
             bd_bytes: self.gauge(7),
             bd_reads: self.total(|shard| &shard.bd_reads),
@@ -173,6 +188,9 @@ pub struct PoolStats {
     pub mem_used_total: u64,
     pub mem_used_max: u64,
     pub pages_compacted: u64,
+    pub grouped_pages: u64,
+    pub group_bytes: u64,
+    pub pages_recompressed: u64,
     pub bd_count: u64,
     pub bd_bytes: u64,
     pub bd_reads: u64,
@@ -250,6 +268,9 @@ pub const TABLE: &[Stat] = stats! {
         "slot_bytes and table_bytes: the pool's share. The store's own figure is what the system gave.";
     "mem_used_max", "", Bytes, |s| s.mem_used_max, "The most the store has held from the system.";
     "pages_compacted", "", Pages, |s| s.pages_compacted, "Objects moved by compaction.";
+    "grouped_pages", "", Pages, |s| s.grouped_pages, "Pages in groups: cold ones that were compressed again, together.";
+    "group_bytes", "", Bytes, |s| s.group_bytes, "The part of compr_data_size that is groups.";
+    "pages_recompressed", "", Pages, |s| s.pages_recompressed, "Pages that were put into groups.";
     "bd_count", "", Pages, |s| s.bd_count, "Pages that are on the backing device now, and not in memory.";
     "bd_bytes", "", Bytes, |s| s.bd_bytes, "What they take there, compressed and sealed.";
     "bd_reads", "BDevNumReads", Pages, |s| s.bd_reads, "Pages read from the backing device.";

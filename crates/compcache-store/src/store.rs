@@ -5,29 +5,35 @@ use core::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 use crate::arena::Arena;
 use crate::backing::Backing;
-use crate::budget::Budget;
+use crate::budget::{Budget, Credit};
 use crate::codec::{Dictionaries, DictionaryId};
 use crate::compact::Registry;
 use crate::config::{PoolConfig, StoreConfig};
 use crate::error::StoreError;
+use crate::groups::Groups;
 use crate::lock::Mutex;
+use crate::page::PAGE_SIZE;
 use crate::pool::Pool;
 use crate::table::Tables;
 
 /// The least address range for tables: dense tables of 20 GiB of pages, or a thousand pages far from each other.
 const TABLE_RESERVE_LEAST: u64 = 64 << 20;
 
+/// The address range for entries of groups: 32 bytes for each 2 KiB of objects, which is less than a group takes.
+const GROUPS_SHARE: u64 = 64;
+
 /// Compressed pages of any number of pools, in one arena, under one limit.
 pub struct Store {
     pub(crate) arena: Arena,
     pub(crate) tables: Tables,
+    pub(crate) groups: Groups,
     pub(crate) budget: Budget,
     pub(crate) dictionaries: Dictionaries,
     pub(crate) registry: Mutex<Registry>,
     workers: AtomicUsize,
     pools: AtomicU64,
     age: AtomicU8,
-    /// Bytes of objects that have left memory since reclaim has last compacted.
+    /// Bytes of objects that have left memory, or have become smaller, since that was last made up for by compacting.
     pub(crate) reclaimed: AtomicU64,
 }
 
@@ -41,6 +47,10 @@ impl Store {
         Ok(Arc::new(Store {
             arena: Arena::reserve(config.reserve_bytes, config.lock_in_ram)?,
             tables: Tables::reserve(table_bytes as usize, config.lock_in_ram)?,
+            groups: Groups::reserve(
+                (config.reserve_bytes / GROUPS_SHARE).max(PAGE_SIZE as u64) as usize,
+                config.lock_in_ram,
+            )?,
             budget: Budget::new(config.limit_bytes),
             dictionaries: Dictionaries::new(),
             registry: Mutex::new(Registry::new()),
@@ -119,6 +129,11 @@ impl Store {
         self.arena.reserve_bytes()
     }
 
+    /// Makes sure of room for one object. What the reserve has is charged already.
+    pub(crate) fn admit(&self, credit: &mut Credit) -> Result<(), StoreError> {
+        if credit.reserve_only && self.arena.wants_reserve() { Ok(()) } else { self.budget.admit(credit) }
+    }
+
     /// Gets 256 KiB of what is missing of the reserve, or gives so much back of what is too much; `false` when there is nothing to
     /// do. It may wait for the system to find
     /// memory, and holds no lock of the store's while it does: call it from a thread that stores no pages, again and again.
@@ -140,10 +155,10 @@ impl Store {
     }
 
     /// Address and length of the ranges the store keeps its pages and tables in. A pager must not evict them.
-    pub fn memory_ranges(&self) -> [(usize, usize); 5] {
+    pub fn memory_ranges(&self) -> [(usize, usize); 6] {
         let [objects, descriptors] = self.arena.ranges();
         let [leaves, headers, nodes] = self.tables.ranges();
-        [objects, descriptors, leaves, headers, nodes]
+        [objects, descriptors, leaves, headers, nodes, self.groups.range()]
     }
 
     pub(crate) fn next_worker(&self) -> usize {

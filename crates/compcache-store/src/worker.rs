@@ -5,6 +5,7 @@ use alloc::sync::Arc;
 use crate::budget::Credit;
 use crate::codec::Codecs;
 use crate::error::StoreError;
+use crate::groups::Opened;
 use crate::store::Store;
 use crate::table::LeafCache;
 
@@ -12,7 +13,7 @@ use crate::table::LeafCache;
 pub type Clock = fn() -> u64;
 
 /// Codec contexts, buffers and memory credit of one thread. All of its memory is taken when it is made (about 30 KiB from
-/// the allocator, 0.2 MiB of addresses more for zstd, touched when first used); using it allocates nothing.
+/// the allocator, 0.3 MiB of addresses more for zstd and for groups, touched when first used); using it allocates nothing.
 ///
 /// A worker belongs to one store and serves all its pools. It holds up to 16 KiB of credit against the store's limit.
 pub struct Worker {
@@ -22,6 +23,7 @@ pub struct Worker {
     pub(crate) codecs: Codecs,
     pub(crate) credit: Credit,
     pub(crate) leaf: LeafCache,
+    pub(crate) opened: Opened,
 }
 
 impl Worker {
@@ -37,6 +39,7 @@ impl Worker {
             codecs: Codecs::new()?,
             credit: Credit::default(),
             leaf: LeafCache::default(),
+            opened: Opened::new()?,
         })
     }
 
@@ -48,10 +51,11 @@ impl Worker {
         self.credit.reserve_only = reserve_only;
     }
 
-    /// The address range of the worker's memory that does not come from the allocator, and its length. A pager must not
+    /// The address ranges of the worker's memory that does not come from the allocator, and their lengths. A pager must not
     /// evict it.
-    pub fn memory_range(&self) -> (usize, usize) {
-        self.codecs.range()
+    pub fn memory_ranges(&self) -> [(usize, usize); 3] {
+        let [frame, pages] = self.opened.ranges();
+        [self.codecs.range(), frame, pages]
     }
 
     /// The store it belongs to.

@@ -5,6 +5,8 @@
 
 #[path = "model/content.rs"]
 mod content;
+#[path = "backing/copies.rs"]
+mod copies;
 #[path = "model/medium.rs"]
 mod medium;
 
@@ -14,8 +16,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use compcache_store::{
-    Backing, BackingConfig, Fetcher, FileMedium, Health, Medium, MediumError, Page, PageIndex, Pool, PoolConfig, Read,
-    Store, StoreConfig, StoreError, Worker,
+    Backing, BackingConfig, Batch, Fetcher, FileMedium, Health, Leaving, Medium, MediumError, Page, PageIndex, Pool,
+    PoolConfig, Read, Store, StoreConfig, StoreError, Worker,
 };
 use medium::{Faults, Memory};
 
@@ -148,6 +150,39 @@ fn pages_leave_in_whole_segments_and_come_back_with_one_access_each() {
 }
 
 #[test]
+fn neighbours_come_back_with_one_access_together() {
+    let memory = Memory::new(1, Faults::NONE);
+    let config = BackingConfig { capacity_bytes: 16 * MIB, segment_bytes: 1 << 20 };
+    let mut place = place(memory.medium(), config);
+    (0..1200).for_each(|index| place.write(index, &heap(index, 1)));
+    place.reclaim_all();
+    let bytes = place.pool.stats().bd_bytes;
+    assert!(bytes > MIB, "more than a segment");
+    let (mut batch, mut fetchers) = (Batch::new().unwrap(), [const { None }; 64]);
+    fetchers.iter_mut().for_each(|fetcher| *fetcher = Some(Fetcher::new().unwrap()));
+    let (mut next, mut page) = (0, [0; 4096]);
+    while next < 1200 {
+        batch.clear();
+        let mut record_of = |index: u64| place.pool.record_of(&mut place.worker, PageIndex(index));
+        let records: Vec<_> = (next..1200).map_while(&mut record_of).collect();
+        let count = records.iter().take(64).take_while(|record| place.backing.add_to(&mut batch, **record)).count();
+        assert!(count > 0, "an empty one takes any");
+        assert!(next != 0 || !place.backing.add_to(&mut batch, records[1100]), "far away, or in another segment");
+        place.backing.fetch_batch(&mut batch).unwrap();
+        for (nth, fetcher) in fetchers[..count].iter_mut().flatten().enumerate() {
+            assert!(batch.hand_to(records[nth], fetcher) && fetcher.holds(records[nth]));
+            let opened = place.pool.open_fetched(&mut place.worker, fetcher, PageIndex(next + nth as u64), &mut page);
+            assert!(opened == Some(Ok(())) && page == heap(next + nth as u64, 1), "page {next} and {nth}");
+        }
+        let other = fetchers[0].as_mut().unwrap();
+        assert!(next != 0 || !batch.hand_to(records[1100], other) && !other.holds(records[1100]));
+        next += count as u64;
+    }
+    let read = memory.did();
+    assert!(read.longest_read <= 64 << 10 && read.reads <= bytes / (48 << 10) + 4, "{} of {bytes}", read.reads);
+}
+
+#[test]
 fn a_page_that_is_read_comes_back_where_there_is_room_and_stays_where_there_is_none() {
     let memory = Memory::new(1, Faults::NONE);
     let mut place = place(memory.medium(), config(100));
@@ -197,6 +232,54 @@ fn reclaim_begins_above_85_percent_and_ends_at_75_for_the_store_and_for_a_pool()
         }
         assert!(used(&place) <= limit && place.pool.stats().bd_count > 10_000);
     }
+}
+
+#[test]
+fn pages_of_one_pool_leave_whatever_the_limit_when_they_are_to() {
+    let mut at = place(Memory::new(1, Faults::NONE).medium(), config(64));
+    let other = at.store.create_pool_on(PoolConfig::default(), &at.backing).unwrap();
+    for index in 0..100 {
+        at.write(index, &if index % 4 == 0 { noise(index, 0) } else { heap(index, 0) });
+        other.write(&mut at.worker, PageIndex(index), &heap(index, 1)).unwrap();
+    }
+    let mut leave = |leaving| {
+        let mut left = 0;
+        loop {
+            let done = at.store.write_back(&mut at.worker, &at.pool, leaving).unwrap();
+            left += done.pages;
+            if done.finished {
+                return left;
+            }
+        }
+    };
+    assert_eq!(leave(Leaving::Incompressible), 25);
+    let is_out = |index| at.pool.is_on_backing(PageIndex(index));
+    assert!((0..100).all(|index| is_out(index) == (index % 4 == 0)));
+    assert_eq!(leave(Leaving::Oldest), 75);
+    assert_eq!((leave(Leaving::Oldest), other.stats().bd_count), (0, 0), "none is left, and the other pool's stayed");
+    for index in 0..100 {
+        let written = if index % 4 == 0 { noise(index, 0) } else { heap(index, 0) };
+        assert!(at.fetch(index).unwrap() == written, "page {index}");
+    }
+    // Without a backing there is nothing to do.
+    let alone = at.store.create_pool(PoolConfig::default()).unwrap();
+    assert!(at.store.write_back(&mut at.worker, &alone, Leaving::Oldest).unwrap().finished);
+}
+
+#[test]
+fn where_reclaim_begins_can_be_changed_and_it_ends_ten_below() {
+    let mut at = place(Memory::new(1, Faults::NONE).medium(), config(64));
+    (0..400).for_each(|index| at.write(index, &noise(index, 0)));
+    let used = at.store.mem_used_total_bytes();
+    at.store.set_limit_bytes(2 * used);
+    assert!(!at.store.wants_reclaim(&at.backing), "half of the limit is less than 85 %");
+    at.backing.set_above_percent(45);
+    assert!(at.store.wants_reclaim(&at.backing));
+    while !at.store.reclaim(&mut at.worker, &at.backing).unwrap().finished {}
+    let now = at.store.mem_used_total_bytes();
+    assert!((used * 3 / 5..=used * 7 / 10).contains(&now), "{now} of {used} are used still");
+    at.backing.set_above_percent(0);
+    assert_eq!(at.backing.above_percent(), 10, "it stays sensible");
 }
 
 #[test]
@@ -583,4 +666,46 @@ fn two_that_reclaim_at_once_do_not_wait_for_each_other() {
     assert_eq!(place.backing.stats().live_bytes, place.pool.stats().bd_bytes);
     place.store.set_limit_bytes(u64::MAX);
     assert!((0..3000).all(|index| place.fetch(index).unwrap() == heap(index, 1)));
+}
+
+#[test]
+fn what_was_read_ahead_is_no_other_page_that_was_read_since() {
+    let mut place = place(Memory::new(1, Faults::NONE).medium(), config(32));
+    (0..40).for_each(|index| place.write(index, &noise(index, 0)));
+    place.reclaim_all();
+    let record = place.pool.record_of(&mut place.worker, PageIndex(3)).unwrap();
+    place.backing.fetch(record, &mut place.fetcher).unwrap();
+    assert!(place.fetch(7).unwrap() == noise(7, 0));
+    let mut page = [0; 4096];
+    let opened = place.pool.open_fetched(&mut place.worker, &mut place.fetcher, PageIndex(3), &mut page);
+    assert!(opened.is_none(), "{opened:?}");
+}
+
+#[test]
+fn what_was_read_ahead_is_the_page_only_if_it_is_still_there() {
+    let mut place = place(Memory::new(1, Faults::NONE).medium(), config(32));
+    (0..40).for_each(|index| place.write(index, &heap(index, 0)));
+    assert!(place.pool.record_of(&mut place.worker, PageIndex(3)).is_none(), "it is in memory");
+    place.reclaim_all();
+    let mut page = [0; 4096];
+    let record = place.pool.record_of(&mut place.worker, PageIndex(3)).unwrap();
+    let open = |place: &mut Place, index: u64, page: &mut Page| {
+        place.pool.open_fetched(&mut place.worker, &mut place.fetcher, PageIndex(index), page)
+    };
+    assert_eq!(open(&mut place, 3, &mut page), None, "nothing was read");
+    place.backing.fetch(record, &mut place.fetcher).unwrap();
+    assert!(place.fetcher.holds(record));
+    assert_eq!(open(&mut place, 4, &mut page), None, "it is another page's");
+    // Written again, and out again: another record.
+    place.write(3, &heap(3, 1));
+    assert_eq!(open(&mut place, 3, &mut page), None, "it is outdated");
+    (100..200).for_each(|index| place.write(index, &heap(index, 0)));
+    place.reclaim_all();
+    assert!(place.is_out(3));
+    assert_eq!(open(&mut place, 3, &mut page), None, "it is outdated");
+    let record = place.pool.record_of(&mut place.worker, PageIndex(3)).unwrap();
+    place.backing.fetch(record, &mut place.fetcher).unwrap();
+    assert_eq!(open(&mut place, 3, &mut page), Some(Ok(())));
+    assert!(page == heap(3, 1) && !place.fetcher.holds(record));
+    assert_eq!(open(&mut place, 3, &mut page), None, "it is opened where it was read");
 }

@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use checker::{Divergence, Pages, Walk, Walked};
 use compcache_store::{
-    Backing, Codec, Fetcher, Page, PageIndex, Pool, PoolConfig, PoolStats, Read, Store, StoreConfig, StoreError,
-    Worker, train_dictionary,
+    Backing, Codec, Fetcher, Page, PageIndex, Pool, PoolConfig, PoolStats, Read, Recompressor, Store, StoreConfig,
+    StoreError, Worker, train_dictionary,
 };
 use medium::{Faults, Memory};
 
@@ -41,6 +41,9 @@ struct Subject {
     pool: Arc<Pool>,
     worker: Worker,
     fetcher: Fetcher,
+    recompressor: Recompressor,
+    /// Where recompression goes on.
+    next: PageIndex,
     codecs: Vec<Codec>,
     limited: bool,
 }
@@ -49,7 +52,21 @@ impl Subject {
     fn new(store: &Arc<Store>, pool: &Arc<Pool>, codecs: &[Codec], limited: bool) -> Subject {
         let worker = Worker::new(store, clock).unwrap();
         let fetcher = Fetcher::new().unwrap();
-        Subject { store: store.clone(), pool: pool.clone(), worker, fetcher, codecs: codecs.to_vec(), limited }
+        let recompressor = Recompressor::new(store, 1).unwrap();
+        let (store, pool, codecs) = (store.clone(), pool.clone(), codecs.to_vec());
+        Subject { store, pool, worker, fetcher, recompressor, next: PageIndex(0), codecs, limited }
+    }
+
+    /// Makes groups of what was not used for `least` ages.
+    fn recompress(&mut self, steps: u64, least: u8) {
+        for _ in 0..steps {
+            let Subject { pool, worker, recompressor, .. } = self;
+            match pool.recompress(worker, recompressor, least..=u8::MAX, self.next) {
+                Ok(done) => self.next = done.next.unwrap_or(PageIndex(0)),
+                Err(StoreError::LimitReached { .. }) => return,
+                Err(error) => panic!("recompressing from {:?}: {error}", self.next),
+            }
+        }
     }
 
     /// Writes pages back, some segments full, whatever the limit is otherwise.
@@ -136,6 +153,7 @@ impl Pages for Subject {
 
     fn disturb(&mut self, random: u64) {
         self.reclaim(random >> 40 & 3);
+        self.recompress(random >> 42 & 0x3f, [0, 0, 1, 3][(random >> 48) as usize % 4]);
         match random % 5 {
             0 => {
                 let codec = self.codecs[(random >> 8) as usize % self.codecs.len()];
@@ -182,8 +200,11 @@ fn small_store() -> Arc<Store> {
 fn assert_nothing_leaks(store: &Arc<Store>, pool: &Arc<Pool>) {
     pool.discard_range(PageIndex(0), PageIndex::LIMIT);
     let stats = pool.stats();
-    let gauges = |stats: &PoolStats| [stats.orig_data_size, stats.compr_data_size, stats.same_pages, stats.slot_bytes];
-    assert_eq!(gauges(&stats), [0; 4], "{stats:?}");
+    let gauges = |stats: &PoolStats| {
+        let groups = [stats.grouped_pages, stats.group_bytes];
+        ([stats.orig_data_size, stats.compr_data_size, stats.same_pages, stats.slot_bytes], groups)
+    };
+    assert_eq!(gauges(&stats), ([0; 4], [0; 2]), "{stats:?}");
     let mut worker = Worker::new(store, clock).unwrap();
     store.set_reserve_bytes(0);
     while store.refill().unwrap() {}
@@ -204,7 +225,7 @@ fn assert_live_bytes_are(backing: &Backing, pool: &Pool) {
     assert!(ours.bd_count <= ours.pages_stored());
 }
 
-fn walk_alone(seed: u64, operations: u64) -> Result<Walked, Divergence> {
+fn walk_alone(seed: u64, operations: u64) -> Result<(Walked, PoolStats), Divergence> {
     let store = small_store();
     let codecs = all_codecs(&store);
     let codec = codecs[seed as usize % codecs.len()];
@@ -214,20 +235,24 @@ fn walk_alone(seed: u64, operations: u64) -> Result<Walked, Divergence> {
     let walked = walk.run(&mut subject, operations)?;
     walk.check_all(&mut subject)?;
     drop(subject);
+    let stats = pool.stats();
     assert_nothing_leaks(&store, &pool);
-    Ok(walked)
+    Ok((walked, stats))
 }
 
 #[test]
 fn a_pool_is_an_array_of_pages() {
-    let mut total = Walked::default();
+    let (mut total, mut recompressed) = (Walked::default(), 0);
     for seed in seeds(24) {
-        let walked = walk_alone(seed, 20_000 * scale()).unwrap_or_else(|divergence| panic!("{divergence}"));
+        let (walked, stats) = walk_alone(seed, 20_000 * scale()).unwrap_or_else(|divergence| panic!("{divergence}"));
         total.operations += walked.operations;
         total.refused += walked.refused;
+        recompressed += stats.pages_recompressed;
     }
-    println!("{total:?}");
-    assert!(std::env::var("COMPCACHE_TEST_SEED").is_ok() || total.refused > 0, "no walk ever met the limit");
+    println!("{total:?}, {recompressed} pages recompressed");
+    let all = std::env::var("COMPCACHE_TEST_SEED").is_err();
+    assert!(!all || total.refused > 0, "no walk ever met the limit");
+    assert!(!all || recompressed > 10_000, "{recompressed} pages were recompressed");
 }
 
 #[test]
@@ -361,6 +386,7 @@ fn a_page_written_by_many_is_always_one_of_their_writes() {
                 let mut rng = fastrand::Rng::with_seed(thread + 1);
                 let mut worker = Worker::new(store, clock).unwrap();
                 let mut fetcher = Fetcher::new().unwrap();
+                let mut recompressor = Recompressor::new(store, 1).unwrap();
                 let backing = pool.backing().expect("made with one");
                 for _ in 0..60_000 * scale() {
                     let index = rng.u64(0..PAGES);
@@ -386,7 +412,12 @@ fn a_page_written_by_many_is_always_one_of_their_writes() {
                             }
                         }
                         90..94 => _ = pool.discard(PageIndex(index)),
-                        94..96 => pool.set_codec(codecs[rng.usize(0..codecs.len())]).unwrap(),
+                        94 => pool.set_codec(codecs[rng.usize(0..codecs.len())]).unwrap(),
+                        95 => {
+                            let from = PageIndex(rng.u64(0..PAGES));
+                            let done = pool.recompress(&mut worker, &mut recompressor, 0..=u8::MAX, from);
+                            refused_at_most(done);
+                        }
                         96 => {
                             store.compact(&mut worker, 50);
                             // All of it is above three quarters of this; nobody is refused for long.
@@ -410,12 +441,13 @@ fn a_page_written_by_many_is_always_one_of_their_writes() {
         }
     });
     assert!(reads.load(Ordering::Relaxed) > 10_000);
-    assert!(pool.stats().bd_reads > 100 && pool.stats().bd_writes > 100, "{:?}", pool.stats());
+    let stats = pool.stats();
+    assert!(stats.bd_reads > 100 && stats.bd_writes > 100 && stats.pages_recompressed > 1000, "{stats:?}");
     assert_nothing_leaks(&store, &pool);
 }
 
-fn refused_at_most<T>(written: Result<T, StoreError>) {
-    if let Err(error) = written {
+fn refused_at_most<T>(done: Result<T, StoreError>) {
+    if let Err(error) = done {
         assert!(matches!(error, StoreError::LimitReached { .. }), "{error}");
     }
 }

@@ -197,6 +197,32 @@ fn a_flipped_bit_in_a_slot_never_yields_another_page() {
     assert_eq!(back, page);
 }
 
+#[test]
+fn to_discard_a_page_of_a_damaged_slot_ends_nothing_and_gives_no_page_away() {
+    const PAGES: u64 = 200;
+    for bit in 0..64 {
+        let store = store(u64::MAX);
+        let (pool, mut worker) = pool(&store);
+        for index in 0..PAGES {
+            pool.write(&mut worker, PageIndex(index), &page_of(index + 100, 30)).unwrap();
+        }
+        let leaf = store.memory_ranges()[2].0 as *mut u64;
+        // SAFETY: a bit of slot 3 of the only leaf, and no other thread uses the store.
+        unsafe { *leaf.add(512 + 3) ^= 1 << bit };
+        pool.discard(PageIndex(3));
+        for index in PAGES..2 * PAGES {
+            pool.write(&mut worker, PageIndex(index), &page_of(index + 100, 30)).unwrap();
+        }
+        let mut back = [0; 4096];
+        for index in (0..2 * PAGES).filter(|index| *index != 3) {
+            match pool.read(&mut worker, PageIndex(index), &mut back) {
+                Ok(read) => assert!(read == Read::Done && back == page_of(index + 100, 30), "bit {bit}, page {index}"),
+                Err(error) => assert_eq!(error, StoreError::Corrupt { index: PageIndex(index) }),
+            }
+        }
+    }
+}
+
 /// Resident pages of our own ranges, asked from the kernel.
 fn resident_bytes(store: &Store) -> u64 {
     let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap();
@@ -311,6 +337,30 @@ fn a_worker_of_the_reserve_is_refused_rather_than_ask_the_system() {
     assert_eq!((store.mem_used_total_bytes(), resident_bytes(&store)), (said, given));
     while store.refill().unwrap() {}
     write(refused).unwrap();
+}
+
+#[test]
+fn a_worker_of_the_reserve_fills_the_store_to_its_limit() {
+    const LIMIT: u64 = 24 * MIB;
+    let store = store(LIMIT);
+    let (pool, mut worker) = pool(&store);
+    pool.prepare(40_000).unwrap();
+    store.set_reserve_bytes(2 * MIB);
+    worker.set_reserve_only(true);
+    // As the front end's thread would, whenever some of it was used.
+    let mut write = |index| {
+        while store.refill().is_ok_and(|more| more) {}
+        pool.write(&mut worker, PageIndex(index), &page_of(index, 40))
+    };
+    let refused = (0..40_000).find_map(|index| write(index).err().map(|error| (index, error)));
+    let Some((index, StoreError::LimitReached { .. })) = refused else { panic!("{refused:?}") };
+    assert!((LIMIT - MIB / 2..=LIMIT).contains(&store.mem_used_total_bytes()), "{}", store.mem_used_total_bytes());
+    // Nothing there is left, but for pages of classes larger than all that was written: they are ahead, in vain.
+    let (stored, limit) = (pool.stats().mem_used_total, LIMIT - store.reserve_bytes());
+    assert!(stored > limit * 3 / 4, "{stored} of {limit}");
+    // Nobody waits for nine tenths.
+    pool.discard_range(PageIndex(0), 300);
+    write(index).unwrap();
 }
 
 #[test]

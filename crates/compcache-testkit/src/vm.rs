@@ -15,6 +15,7 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -31,6 +32,8 @@ const NETWORK_UP: &str = "ip link set lo up; ip addr add 10.0.2.15/24 dev eth0; 
 /// Printed where the script's own output begins and ends.
 const BEGIN: &str = "=== begin";
 const END: &str = "=== end";
+/// How long a machine may take to print what its tasks are waiting for.
+const INTERRUPTED: Duration = Duration::from_secs(60);
 
 /// A distribution's kernel, unpacked into a directory of its own: `boot/vmlinuz-*`, and its modules under `lib/modules`.
 #[derive(Clone, Debug)]
@@ -216,34 +219,44 @@ impl Vm {
         self.entry("/script", FILE, script.as_bytes())?;
         newc::trailer(&mut self.archive)?;
         let directory = tempfile::tempdir()?;
-        let (disk, console) = (directory.path().join("initrd"), directory.path().join("console"));
+        let [disk, console, monitor] = ["initrd", "console", "monitor"].map(|name| directory.path().join(name));
         fs::write(&disk, &self.archive)?;
         // No option ROM: what boots from a network is not always installed.
         let network: &[&str] = match self.network {
             true => &["-netdev", "user,id=host,ipv6=off", "-device", "virtio-net-pci,netdev=host,romfile="],
             false => &["-net", "none"],
         };
+        // The kernel believes the clock whatever the host lets it wait for: to do without, it rewrites code in use, and that the emulator
+        // has got wrong (int3 in sched_clock_cpu, after 24 minutes on a host with ten others at work).
+        // A machine that is interrupted prints what each task is waiting for.
+        let options = "console=ttyS0 quiet panic=-1 rootfstype=ramfs tsc=reliable unknown_nmi_panic panic_print=67";
         let mut machine = Command::new("qemu-system-x86_64")
             .args(["-M", "q35", "-cpu", "max", "-display", "none", "-no-reboot"])
             .args(network)
             .args(["-smp", &self.processors.to_string(), "-m", &self.memory_mib.to_string()])
             .arg("-serial")
             .arg(format!("file:{}", console.display()))
+            .arg("-monitor")
+            .arg(format!("unix:{},server=on,wait=off", monitor.display()))
             .arg("-kernel")
             .arg(&self.kernel.image)
             .arg("-initrd")
             .arg(&disk)
-            .args(["-append", "console=ttyS0 quiet panic=-1 rootfstype=ramfs"])
+            .args(["-append", options])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()?;
         let ended = wait(&mut machine, patience);
+        let registers = if matches!(ended, Ok(false)) { interrupt(&mut machine, &monitor) } else { Ok(String::new()) };
+        machine.kill()?;
+        machine.wait()?;
         let mut printed = Vec::new();
         File::open(&console)?.read_to_end(&mut printed)?;
         let printed = String::from_utf8_lossy(&printed).replace('\r', "");
         let told = |why: &str| io::Error::other(format!("{why}; its console:\n{printed}"));
         if !ended? {
-            return Err(told(&format!("the machine did not end within {} s", patience.as_secs())));
+            let registers = registers.unwrap_or_else(|error| format!("its monitor does not answer: {error}"));
+            return Err(told(&format!("the machine did not end within {} s; {registers}", patience.as_secs())));
         }
         let own = printed.split_once(BEGIN).and_then(|(_, rest)| rest.split_once(END));
         own.map(|(own, _)| own.trim().to_owned()).ok_or_else(|| told("the script did not end"))
@@ -280,7 +293,22 @@ fn needed_modules(module: &[u8]) -> Vec<String> {
     said.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect()
 }
 
-/// Waits for the machine, and ends it if it takes too long. Whether it ended by itself.
+/// Makes a machine that hangs say where it does: what its processors were at, and then, with an interrupt that none can mask,
+/// what each task was waiting for, which the kernel prints as it ends.
+fn interrupt(machine: &mut Child, monitor: &Path) -> io::Result<String> {
+    let mut monitor = UnixStream::connect(monitor)?;
+    monitor.write_all(b"info registers -a\nnmi\n")?;
+    // The monitor may go with the machine.
+    wait(machine, INTERRUPTED)?;
+    monitor.set_nonblocking(true)?;
+    let mut said = Vec::new();
+    match monitor.read_to_end(&mut said) {
+        Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error),
+        _ => Ok(String::from_utf8_lossy(&said).replace('\r', "")),
+    }
+}
+
+/// Waits until the machine ends, but not for longer. Whether it ended.
 fn wait(machine: &mut Child, patience: Duration) -> io::Result<bool> {
     let begun = Instant::now();
     while begun.elapsed() < patience {
@@ -289,8 +317,6 @@ fn wait(machine: &mut Child, patience: Duration) -> io::Result<bool> {
         }
         std::thread::sleep(Duration::from_millis(100));
     }
-    machine.kill()?;
-    machine.wait()?;
     Ok(false)
 }
 
@@ -322,6 +348,18 @@ mod tests {
         );
         let mib: u64 = lines[5].split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() / 1024;
         assert!((400..512).contains(&mib), "{mib} MiB");
+    }
+
+    #[test]
+    fn a_machine_that_hangs_says_where() {
+        if !requires(&[Feature::StockKernel, Feature::Program("qemu-system-x86_64"), Feature::Program("busybox")]) {
+            return;
+        }
+        let mut vm = Vm::new(&Kernel::stock().unwrap()).unwrap();
+        vm.size(1, 512);
+        let said = vm.run("echo before; sleep 1000", Duration::from_secs(20)).unwrap_err().to_string();
+        let expected = ["did not end within 20 s", "RIP=", "before", "NMI", "task:sleep"];
+        assert_eq!(expected.map(|expected| said.contains(expected)), [true; 5], "{said}");
     }
 
     #[test]

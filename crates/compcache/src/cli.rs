@@ -5,6 +5,7 @@ use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -45,10 +46,13 @@ pub enum Command {
     Mount(MountArgs),
     Umount(UmountArgs),
     Remount(RemountArgs),
+    #[command(visible_alias = "writeback")]
+    Reclaim(ReclaimArgs),
     /// The same as `compcache disk list`
     List(ListArgs),
     /// Show all statistics of a disk, or of a mount
     Show(ShowArgs),
+    Recompress(RecompressArgs),
     Doctor(DoctorArgs),
     /// Print completions for a shell
     Completions {
@@ -81,6 +85,17 @@ pub struct RunArgs {
     /// Limit on the resident part alone, as a memory cgroup beside compressed swap would set it
     #[arg(long, value_name = "SIZE")]
     pub resident: Option<Size>,
+
+    /// Write what does not fit into --ram, compressed and sealed, to files without names in this directory, or beside this file
+    ///
+    /// They need no cleaning up: they are gone when the processes end, however these end. A file that is named must not be
+    /// there, or be empty.
+    #[arg(long, value_name = "FILE|DIR")]
+    pub spill: Option<PathBuf>,
+
+    /// The most that these files may take together [default: sixteen times --ram for each process]
+    #[arg(long, value_name = "SIZE", requires = "spill")]
+    pub spill_max: Option<Size>,
 
     /// lz4 is faster; zstd or zstd:LEVEL makes the pages smaller (levels 1 to 19 and -1 to -7; 1 if none is given)
     #[arg(long, value_name = "CODEC", default_value = "lz4")]
@@ -132,9 +147,10 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PATH", env = "COMPCACHE_SOCKET")]
     pub socket: Option<PathBuf>,
 
-    /// Limit on the memory that all disks take together (a percentage is of the memory cgroup's limit, if that is lower)
-    #[arg(long, value_name = "SIZE", default_value = "50%")]
-    pub memory: Size,
+    /// Limit on the memory that all disks take together; a percentage is of the memory cgroup's limit, if that is lower
+    /// [default: 50%, and 80% from when a disk is swapped to]
+    #[arg(long, value_name = "SIZE")]
+    pub memory: Option<Size>,
 }
 
 /// Which server is meant.
@@ -148,7 +164,7 @@ pub struct ServerArgs {
 /// What can be done with disks.
 #[derive(Subcommand)]
 pub enum DiskCommand {
-    Create(CreateArgs),
+    Create(Box<CreateArgs>),
     List(ListArgs),
     Show(ShowArgs),
     Resize(ResizeArgs),
@@ -163,6 +179,7 @@ pub enum DiskCommand {
 /// The size is what its users see; it takes memory as they write, compressed, and gives it back as they discard.
 #[derive(Args)]
 #[command(after_help = SIZE_NOTE)]
+#[group(id = "contents", args = ["mkfs", "origin"])]
 pub struct CreateArgs {
     #[command(flatten)]
     pub server: ServerArgs,
@@ -172,8 +189,17 @@ pub struct CreateArgs {
     pub name: Option<String>,
 
     /// How much its users can write, uncompressed
+    #[arg(long, value_name = "SIZE", required_unless_present = "origin", conflicts_with = "origin")]
+    pub size: Option<Size>,
+
+    /// Show this block device or file instead, and keep compressed what is read of it: writes go through to it before they are
+    /// answered. It must be nobody else's, and not be mounted
+    #[arg(long, value_name = "DEVICE|FILE", conflicts_with_all = ["limit", "backing", "mkfs"])]
+    pub origin: Option<PathBuf>,
+
+    /// The most memory that pages of the origin, tables and index take, beside what the server's other disks take [default: 10%]
     #[arg(long, value_name = "SIZE")]
-    pub size: Size,
+    pub memory: Option<Size>,
 
     /// Limit on the memory it takes; what goes beyond is refused (ENOSPC), or leaves for --backing. 0 is none but the server's
     /// [default: 0]
@@ -202,6 +228,15 @@ pub struct CreateArgs {
     #[arg(long, value_name = "CODEC", default_value = "lz4")]
     pub codec: Codec,
 
+    /// What becomes of blocks that were not used for a while: zstd or zstd:LEVEL compresses sixteen of them together, to half of what
+    /// they take under lz4; reading one takes longer then. none leaves them as they are
+    #[arg(long, value_name = "HOW", default_value = "zstd:3", value_parser = recompress_level)]
+    pub recompress: RecompressLevel,
+
+    /// How long that while is, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = seconds)]
+    pub recompress_after: f64,
+
     /// How its users get to it
     #[arg(long, value_name = "WAY", default_value = "auto")]
     pub transport: Transport,
@@ -210,8 +245,8 @@ pub struct CreateArgs {
     #[arg(long, value_name = "KIND")]
     pub mkfs: Option<String>,
 
-    /// Mount it there; needs --mkfs
-    #[arg(long, value_name = "DIR", requires = "mkfs")]
+    /// Mount it there; needs --mkfs or --origin
+    #[arg(long, value_name = "DIR", requires = "contents")]
     pub mount: Option<PathBuf>,
 
     /// Serve NBD at this Unix socket [default: NAME.nbd beside the control socket]
@@ -302,7 +337,7 @@ pub struct SwapOffArgs {
 
 /// Show a file tree in another place, or over itself, with its pages kept compressed
 ///
-/// Stays in the foreground and serves the mount until it is unmounted or a signal asks it to end, which it does unless the mount is in use.
+/// Stays in the foreground (without --background) and serves the mount until it is unmounted or a signal asks it to end, which it does unless the mount is in use.
 /// What is written goes to the files at the source; they are what they are on any file system when it has ended, however that was.
 #[derive(Args)]
 #[command(after_help = SIZE_NOTE)]
@@ -321,10 +356,15 @@ pub struct MountArgs {
     #[arg(long, value_name = "CODEC", default_value = "lz4")]
     pub codec: Codec,
 
-    /// Nobody changes the files but through this mount: what is kept of a file then outlives writes to it. If somebody does all the same, old
-    /// contents can be read
+    /// Nobody changes the files but through this mount: what is kept of a file then outlives writes to it, and what is written is kept. If
+    /// somebody does all the same, old contents can be read
     #[arg(long)]
     pub exclusive: bool,
+
+    /// Changes behind the mount are noticed while files are open, within moments (inotify), and not only when they are opened. What is written
+    /// through the mount is then read anew, too
+    #[arg(long, conflicts_with = "exclusive")]
+    pub watch: bool,
 
     /// Other users may use it too, as the permissions of the files allow; for others than root, if /etc/fuse.conf has user_allow_other
     #[arg(long)]
@@ -334,9 +374,23 @@ pub struct MountArgs {
     /// mount is noticed that much later
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0, value_parser = seconds)]
     pub remember: f64,
+
+    /// Options as in /etc/fstab: memory=SIZE, codec=CODEC, remember=SECONDS, exclusive, watch and allow_other are the flags of the same names; ro, noexec,
+    /// nosuid and nodev forbid what they do anywhere; those that are for mount(8) alone are ignored
+    #[arg(short = 'o', long, value_name = "OPTION,...", value_delimiter = ',')]
+    pub options: Vec<String>,
+
+    /// Return when it is mounted, and go on serving it in the background
+    #[arg(long)]
+    pub background: bool,
+
+    /// Standard input is whoever waits for the mount.
+    #[arg(long, hide = true)]
+    pub background_inner: bool,
 }
 
-fn seconds(text: &str) -> anyhow::Result<f64> {
+/// A number of seconds that something is remembered.
+pub fn seconds(text: &str) -> anyhow::Result<f64> {
     match text.parse::<f64>() {
         Ok(seconds) if (0.0..=86400.0).contains(&seconds) => Ok(seconds),
         _ => bail!("write a number of seconds, at most 86400"),
@@ -413,10 +467,10 @@ pub struct ResizeArgs {
     pub size: Size,
 }
 
-/// Change limit and codec of a disk while it is in use
+/// Change limit, codec, threshold, and what becomes of cold blocks, of a disk while it is in use
 #[derive(Args)]
 #[command(after_help = SIZE_NOTE)]
-#[group(id = "changes", required = true, multiple = true, args = ["limit", "codec"])]
+#[group(id = "changes", required = true, multiple = true, args = ["limit", "reclaim_above", "codec", "recompress", "recompress_after"])]
 pub struct ChangeArgs {
     #[command(flatten)]
     pub server: ServerArgs,
@@ -424,13 +478,66 @@ pub struct ChangeArgs {
     /// Which disk
     pub name: String,
 
-    /// Its new limit, 0 for none. Below what it takes already, writes are refused until enough was discarded; nothing is lost
+    /// Its new limit, 0 for none. Below what it takes already, writes are refused until enough was discarded, or has left for its backing;
+    /// nothing is lost. With an origin it is that of the cache, which drops what does not fit
     #[arg(long, value_name = "SIZE")]
     pub limit: Option<Size>,
+
+    /// Blocks leave for its backing when it takes more than this share of its limit, or all disks of the server's: 10% to 95%, and until ten
+    /// per cent less [at first: 85%]
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    pub reclaim_above: Option<u8>,
 
     /// What it compresses from now on with; what it holds stays as it is
     #[arg(long, value_name = "CODEC")]
     pub codec: Option<Codec>,
+
+    /// What becomes of blocks that were not used for a while: none, zstd or zstd:LEVEL
+    #[arg(long, value_name = "HOW", value_parser = recompress_level)]
+    pub recompress: Option<RecompressLevel>,
+
+    /// How long that while is, in seconds
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub recompress_after: Option<f64>,
+}
+
+/// Compress cold blocks of a disk again now, in groups of sixteen, and print what came of it
+///
+/// By itself a disk does so when blocks were not used for a minute (`compcache disk create --recompress`). Groups that do not pay are not made.
+#[derive(Args)]
+pub struct RecompressArgs {
+    #[command(flatten)]
+    pub disk: NameArgs,
+
+    /// Only blocks that were not used for so many seconds [default: all blocks]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub idle: Option<f64>,
+}
+
+fn percent(text: &str) -> anyhow::Result<u8> {
+    let number = text.strip_suffix('%').unwrap_or(text);
+    number.parse().with_context(|| format!("`{text}` is no percentage; write 70%"))
+}
+
+/// Have blocks of a disk leave memory for its backing now
+///
+/// What does not compress goes first, then what was not used for longest, as when memory is short. Says how many blocks have left, and how much
+/// memory they took. Where memory is to spare, what is read comes back.
+#[derive(Args)]
+#[command(after_help = SIZE_NOTE)]
+pub struct ReclaimArgs {
+    #[command(flatten)]
+    pub server: ServerArgs,
+
+    /// Which disk; it needs a backing
+    pub name: String,
+
+    /// So much memory, about, shall be free of it [default: all]
+    pub size: Option<Size>,
+
+    /// Only blocks that do not compress
+    #[arg(long)]
+    pub incompressible: bool,
 }
 
 /// End a disk; what it holds is gone
@@ -482,6 +589,54 @@ impl FromStr for TcpAddress {
             Err(_) => text.parse().map(Self).context("write a port, or ADDRESS:PORT with a number for the address"),
         }
     }
+}
+
+/// `--recompress`: the level of zstd, or `None`. A type of its own, since an option of clap's is something else.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RecompressLevel(pub Option<i8>);
+
+fn recompress_level(text: &str) -> anyhow::Result<RecompressLevel> {
+    text.parse()
+}
+
+impl FromStr for RecompressLevel {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> anyhow::Result<Self> {
+        match text {
+            "none" => Ok(Self(None)),
+            "zstd" => Ok(Self(Some(Recompress::DEFAULT_LEVEL))),
+            "lz4" => bail!("cold blocks are compressed again with zstd or zstd:LEVEL, or not at all (none)"),
+            _ => Ok(Self(Some(text.parse::<Codec>()?.level as i8))),
+        }
+    }
+}
+
+impl fmt::Display for RecompressLevel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            None => write!(f, "none"),
+            Some(level) => write!(f, "zstd:{level}"),
+        }
+    }
+}
+
+/// What is done with cold blocks of a disk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Recompress {
+    /// The level of zstd; nothing is done if there is none.
+    pub level: Option<i8>,
+    /// Blocks are cold when they were not used for so long.
+    pub after: Duration,
+}
+
+impl Recompress {
+    /// `zstd`, without a level.
+    pub const DEFAULT_LEVEL: i8 = 3;
+    /// Of a disk of which nothing was said.
+    pub const DEFAULT: Recompress = Recompress { level: Some(Self::DEFAULT_LEVEL), after: Duration::from_secs(60) };
+    /// Of one whose blocks stay as they are.
+    pub const NEVER: Recompress = Recompress { level: None, ..Self::DEFAULT };
 }
 
 /// `--codec`.

@@ -41,14 +41,30 @@ pub enum Request {
         disk: Create,
         backing: BackingWanted,
     },
+    /// Make a disk that shows an origin. Its size is the origin's.
+    CreateOver {
+        #[serde(flatten)]
+        disk: Create,
+        origin: OriginWanted,
+    },
     /// All disks.
     List,
     /// One disk.
     Show { name: String },
     /// Change what can be changed while a disk is in use.
     Change(Change),
+    /// Have blocks of a disk compressed again that were not used for so long, or all; answered when it is done.
+    Recompress { name: String, idle_ms: Option<u64> },
     /// Forget all that a disk holds.
     Reset { name: String },
+    /// Have blocks of a disk leave memory for its backing, whatever its limits; so many bytes of memory, or all.
+    Reclaim {
+        name: String,
+        bytes: Option<u64>,
+        /// Those alone that do not compress.
+        #[serde(default)]
+        incompressible: bool,
+    },
     /// End a disk; what it holds is gone. With `force` also if NBD clients are connected.
     Remove {
         name: String,
@@ -76,6 +92,12 @@ pub struct Create {
     /// As far as the server's privileges allow.
     #[serde(default)]
     pub unprotected: bool,
+    /// As `--recompress` spells it.
+    #[serde(default)]
+    pub recompress: Option<String>,
+    /// After how long.
+    #[serde(default)]
+    pub recompress_after_ms: Option<u64>,
 }
 
 /// Where blocks of a disk are to go that do not fit in memory.
@@ -90,6 +112,15 @@ pub struct BackingWanted {
     /// What is on the device may be lost.
     #[serde(default)]
     pub overwrite: bool,
+}
+
+/// What a disk is to show, and how much of it may be kept.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct OriginWanted {
+    /// A block device, or a file.
+    pub path: PathBuf,
+    /// The most memory that its cache may take.
+    pub memory_bytes: u64,
 }
 
 /// How clients get to a disk.
@@ -121,6 +152,22 @@ pub struct Change {
     pub limit_bytes: Option<u64>,
     /// What it compresses new pages with.
     pub codec: Option<String>,
+    /// What it does with cold ones.
+    #[serde(default)]
+    pub recompress: Option<String>,
+    /// After how long.
+    #[serde(default)]
+    pub recompress_after_ms: Option<u64>,
+    /// What changes about its backing. A server that knows none of it ignores it, and says so by what it answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backing: Option<BackingChange>,
+}
+
+/// Changes to a backing in use.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct BackingChange {
+    /// In hundredths of a limit: above it, blocks leave memory.
+    pub above_percent: Option<u8>,
 }
 
 /// What the server answers.
@@ -133,6 +180,14 @@ pub enum Reply {
     Disk(Box<DiskState>),
     /// All of them.
     Disks(Vec<DiskState>),
+    /// What was recompressed: so many pages that took so much before, and take so much now.
+    Recompressed { pages: u64, before_bytes: u64, after_bytes: u64 },
+    /// What has left memory.
+    Reclaimed {
+        blocks: u64,
+        /// Memory that these took.
+        bytes: u64,
+    },
     /// It was not done.
     Failed {
         /// What failed, why, and what to do.
@@ -149,12 +204,21 @@ pub struct DiskState {
     pub at: String,
     /// As `--codec` spells it.
     pub codec: String,
+    /// What is done with cold blocks, as `--recompress` spells it.
+    #[serde(default)]
+    pub recompress: String,
+    /// When they are cold.
+    #[serde(default)]
+    pub recompress_after_ms: u64,
     /// Whether it was made to be swapped to.
     #[serde(default)]
     pub for_swap: bool,
     /// Its backing, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backing: Option<BackingState>,
+    /// What it shows, if that lies elsewhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub origin: Option<OriginState>,
     /// The store's statistics by their names.
     pub stats: BTreeMap<String, u64>,
     /// How long reads and writes took.
@@ -183,6 +247,9 @@ pub struct BackingState {
     pub dead_bytes: u64,
     /// What can be written to.
     pub free_bytes: u64,
+    /// Above so many hundredths of a limit, blocks leave for it; `None` from a server that does not say.
+    #[serde(default)]
+    pub above_percent: Option<u8>,
     /// Batches written.
     pub segments_written: u64,
     /// Blocks that were moved to empty others.
@@ -193,6 +260,17 @@ pub struct BackingState {
     pub failed_reads: u64,
     /// Blocks that were not what was written.
     pub damaged_reads: u64,
+}
+
+/// An origin.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct OriginState {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Whether the page cache holds none of it.
+    pub is_direct: bool,
+    /// What lies behind its last whole block, and is not shown.
+    pub left_out_bytes: u64,
 }
 
 /// Durations, reads and writes apart.
@@ -274,17 +352,27 @@ mod tests {
             at: At::NbdUnix(None),
             for_swap: true,
             unprotected: false,
+            recompress: Some("zstd:3".into()),
+            recompress_after_ms: None,
         });
         let backing = BackingWanted { path: "/b".into(), max_bytes: Some(1), batch_bytes: None, overwrite: true };
         let Request::Create(disk) = create.clone() else { unreachable!() };
+        let origin = OriginWanted { path: "/o".into(), memory_bytes: 1 << 20 };
+        let create_over = Request::CreateOver { disk: disk.clone(), origin };
         let create_on = Request::CreateOn { disk, backing };
-        for request in
-            [create, create_on, Request::List, Request::Change(Change { name: "b".into(), ..Change::default() })]
-        {
+        for request in [
+            create,
+            create_on,
+            create_over,
+            Request::Recompress { name: "a".into(), idle_ms: Some(1) },
+            Request::List,
+            Request::Change(Change { name: "b".into(), ..Change::default() }),
+        ] {
             assert_eq!(from_line::<Request>(&to_line(request.clone())).unwrap(), request);
         }
+        let recompressed = Reply::Recompressed { pages: 1, before_bytes: 2, after_bytes: 1 };
         let failed = Reply::Failed { why: "no".into() };
-        for reply in [Reply::Done, failed, Reply::Disks(Vec::new())] {
+        for reply in [Reply::Done, failed, recompressed, Reply::Disks(Vec::new())] {
             assert_eq!(from_line::<Reply>(&to_line(reply.clone())).unwrap(), reply);
         }
     }

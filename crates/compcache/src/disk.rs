@@ -10,18 +10,24 @@ use std::process::{Command, ExitCode, Stdio};
 use anyhow::{Context, anyhow, bail};
 
 use crate::cli::{
-    ChangeArgs, CreateArgs, DiskCommand, ListArgs, NameArgs, ResizeArgs, ServerArgs, ShowArgs, Transport,
+    ChangeArgs, CreateArgs, DiskCommand, ListArgs, NameArgs, ReclaimArgs, RecompressArgs, ResizeArgs, ServerArgs,
+    ShowArgs, Transport,
 };
-use crate::control::{At, BackingWanted, Change, Create, DiskState, Reply, Request, ask, default_socket};
+use crate::control::{
+    At, BackingChange, BackingWanted, Change, Create, DiskState, OriginWanted, Reply, Request, ask, default_socket,
+};
 use crate::kernel::ram_bytes;
 use crate::mount;
 use crate::run::{STATUS_FAILED, say};
-use crate::size::Size;
+use crate::size::{Shown, Size};
+
+/// Of the cache of a disk with an origin, unless told otherwise.
+const CACHE_SIZE: Size = Size::PercentOfRam(10.0);
 
 /// Does what was asked of a disk.
 pub fn disk(command: DiskCommand) -> ExitCode {
     match command {
-        DiskCommand::Create(args) => ended(create(args)),
+        DiskCommand::Create(args) => ended(create(*args)),
         DiskCommand::List(args) => list(&args),
         DiskCommand::Show(args) => show(&args),
         DiskCommand::Resize(args) => ended(resize(&args)),
@@ -44,7 +50,14 @@ pub fn show(args: &ShowArgs) -> ExitCode {
     if args.name.contains('/') {
         return mount::show(args);
     }
-    ended(one_disk(&args.server, Request::Show { name: args.name.clone() }).map(|disk| match args {
+    let disk = one_disk(&args.server, Request::Show { name: args.name.clone() });
+    let disk = disk.map_err(|error| match Path::new(&args.name).is_dir() {
+        true => {
+            error.context(format!("{0} was taken for a disk's name; a mount is named with a slash: ./{0}", args.name))
+        }
+        false => error,
+    });
+    ended(disk.map(|disk| match args {
         ShowArgs { json: true, .. } => json(&disk),
         ShowArgs { ramzswap: true, .. } => tables::ramzswap(&disk),
         _ => tables::show(&disk),
@@ -53,6 +66,9 @@ pub fn show(args: &ShowArgs) -> ExitCode {
 
 fn create(args: CreateArgs) -> anyhow::Result<String> {
     let ram_bytes = ram_bytes();
+    if args.memory.is_some() && args.origin.is_none() {
+        bail!("--memory is for the cache of an --origin; the limit of a disk in RAM is --limit");
+    }
     let at = match (args.transport, args.nbd_tcp) {
         (Transport::Loop | Transport::Ublk, _) if args.nbd_tcp.is_some() || args.nbd_socket.is_some() => {
             bail!("--transport loop and ublk make a block device, --nbd-tcp and --nbd-socket an NBD export; choose one")
@@ -66,16 +82,26 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
     };
     let wanted = Create {
         name: args.name,
-        size_bytes: whole_blocks(args.size.bytes(ram_bytes)),
+        // With an origin it is the origin's.
+        size_bytes: args.size.map_or(0, |size| whole_blocks(size.bytes(ram_bytes))),
         codec: args.codec.to_string(),
         limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes)),
         at,
         for_swap: false,
         unprotected: false,
+        recompress: Some(args.recompress.to_string()),
+        recompress_after_ms: Some(milliseconds(args.recompress_after)),
     };
-    let request = match args.backing {
-        None => Request::Create(wanted),
-        Some(path) => Request::CreateOn {
+    let request = match (args.backing, args.origin) {
+        (None, None) => Request::Create(wanted),
+        (_, Some(path)) => Request::CreateOver {
+            disk: wanted,
+            origin: OriginWanted {
+                path: absolute(path)?,
+                memory_bytes: args.memory.unwrap_or(CACHE_SIZE).bytes(ram_bytes),
+            },
+        },
+        (Some(path), None) => Request::CreateOn {
             disk: wanted,
             backing: BackingWanted {
                 path: absolute(path)?,
@@ -86,9 +112,7 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
         },
     };
     let disk = one_disk(&args.server, request)?;
-    if let Some(kind) = &args.mkfs
-        && let Err(error) = file_system(&disk.at, kind, args.mount.as_deref())
-    {
+    if let Err(error) = file_system(&disk.at, args.mkfs.as_deref(), args.mount.as_deref()) {
         // What was asked for is a disk with a file system: there shall not be one without.
         let removed = ask(&server(&args.server)?, Request::Remove { name: disk.name, force: true });
         return match removed {
@@ -99,23 +123,32 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
     Ok(disk.at + "\n")
 }
 
-/// Makes a file system on a device, and mounts it.
-fn file_system(device: &str, kind: &str, mount_at: Option<&Path>) -> anyhow::Result<()> {
+/// Makes a file system on a device, if one of some kind is wanted, and mounts what is there, if a place is.
+fn file_system(device: &str, kind: Option<&str>, mount_at: Option<&Path>) -> anyhow::Result<()> {
+    if kind.is_none() && mount_at.is_none() {
+        return Ok(());
+    }
     if !device.starts_with("/dev/") {
         bail!(
-            "there is no block device to make a file system on, for that needs root, and ublk, or FUSE and loop devices, here"
+            "there is no block device for a file system, for that needs root, and ublk, or FUSE and loop devices, here"
         );
     }
+    if let Some(kind) = kind {
+        make_file_system(device, kind)?;
+    }
+    match mount_at {
+        Some(directory) => run(Command::new("mount").arg(device).arg(directory)),
+        None => Ok(()),
+    }
+}
+
+fn make_file_system(device: &str, kind: &str) -> anyhow::Result<()> {
     // What is discarded on a new disk is nothing.
     let quiet: &[&str] = match kind {
         "ext2" | "ext3" | "ext4" => &["-q", "-E", "nodiscard"],
         _ => &[],
     };
-    run(Command::new(format!("mkfs.{kind}")).args(quiet).arg(device))?;
-    match mount_at {
-        Some(directory) => run(Command::new("mount").arg(device).arg(directory)),
-        None => Ok(()),
-    }
+    run(Command::new(format!("mkfs.{kind}")).args(quiet).arg(device))
 }
 
 /// Runs a program of the system's, which must succeed.
@@ -143,9 +176,51 @@ fn change(args: &ChangeArgs) -> anyhow::Result<String> {
         name: args.name.clone(),
         limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes())),
         codec: args.codec.map(|codec| codec.to_string()),
+        backing: args.reclaim_above.map(|percent| BackingChange { above_percent: Some(percent) }),
+        recompress: args.recompress.map(|level| level.to_string()),
+        recompress_after_ms: args.recompress_after.map(milliseconds),
         ..Change::default()
     };
-    one_disk(&args.server, Request::Change(change)).map(|_| String::new())
+    let disk = one_disk(&args.server, Request::Change(change))?;
+    let above_percent = disk.backing.and_then(|backing| backing.above_percent);
+    // An older server answers all the same, having changed nothing.
+    if args.reclaim_above.is_some() && args.reclaim_above != above_percent {
+        return unexpected();
+    }
+    Ok(String::new())
+}
+
+/// Has blocks leave for the backing of a disk.
+pub fn reclaim(args: &ReclaimArgs) -> ExitCode {
+    let request = Request::Reclaim {
+        name: args.name.clone(),
+        bytes: args.size.map(|size| size.bytes(ram_bytes())),
+        incompressible: args.incompressible,
+    };
+    ended(server(&args.server).and_then(|socket| match ask(&socket, request)? {
+        Reply::Reclaimed { blocks, bytes } => {
+            Ok(format!("{blocks} blocks have left, and {} of memory\n", Shown(bytes)))
+        }
+        _ => unexpected(),
+    }))
+}
+
+/// Has cold blocks compressed again.
+pub fn recompress(args: &RecompressArgs) -> ExitCode {
+    let idle_ms = args.idle.map(milliseconds);
+    let request = Request::Recompress { name: args.disk.name.clone(), idle_ms };
+    ended(server(&args.disk.server).and_then(|socket| match ask(&socket, request)? {
+        Reply::Recompressed { pages: 0, .. } => Ok("nothing to gain: 0 pages recompressed\n".into()),
+        Reply::Recompressed { pages, before_bytes, after_bytes } => {
+            Ok(format!("{pages} pages recompressed: {} became {}\n", Shown(before_bytes), Shown(after_bytes)))
+        }
+        _ => unexpected(),
+    }))
+}
+
+/// At most a day: see `seconds` in the flags.
+fn milliseconds(seconds: f64) -> u64 {
+    (seconds * 1000.0) as u64
 }
 
 fn plain(args: &NameArgs, request: impl FnOnce(String) -> Request) -> anyhow::Result<String> {

@@ -15,6 +15,8 @@ mod serve;
 mod size;
 mod swap;
 
+use std::env;
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -22,16 +24,20 @@ use clap::Parser;
 use crate::cli::{Cli, Command};
 
 fn main() -> ExitCode {
-    match Cli::parse().command {
+    let arguments: Vec<OsString> = env::args_os().collect();
+    let arguments = mount::options::of_mount_command(&arguments).unwrap_or(arguments);
+    match Cli::parse_from(&arguments).command {
         Command::Run(args) => run::run(args),
         Command::Serve(args) => serve::serve(&args),
         Command::Disk { command } => disk::disk(command),
         Command::Swap { command } => swap::swap(command),
-        Command::Mount(args) => mount::mount(&args),
+        Command::Mount(args) => mount::mount(args, &arguments),
         Command::Umount(args) => mount::umount(&args),
         Command::Remount(args) => mount::remount(&args),
+        Command::Reclaim(args) => disk::reclaim(&args),
         Command::List(args) => disk::list(&args),
         Command::Show(args) => disk::show(&args),
+        Command::Recompress(args) => disk::recompress(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Completions { shell } => pages::completions(shell),
         Command::Man { dir } => pages::man(&dir),

@@ -1,9 +1,13 @@
 //! `compcache mount` and `umount`: a file tree whose pages are kept compressed.
 //!
-//! The process that mounts is the one that serves, in the foreground. It works outside of what it serves: its directory is the
+//! The process that mounts is the one that serves, in the foreground unless asked otherwise ([`background`]). It works outside of what it serves: its directory is the
 //! root, so that it holds no place of the mount itself.
 
+mod background;
+pub mod options;
+
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf, absolute};
 use std::process::ExitCode;
@@ -11,9 +15,10 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use compcache_fs::{FsError, FsStats, Mount, MountOptions};
+use compcache_fs::{CacheStats, FsError, Mount, MountOptions};
 use rustix::fs::{XattrFlags, getxattr, setxattr};
 use rustix::io::Errno;
+use sd_notify::NotifyState;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -27,10 +32,16 @@ use crate::size::Shown;
 /// What our mounts are called in the table of mounts.
 const KIND: &str = "fuse.compcache";
 
-/// Mounts, and serves until it is unmounted.
-pub fn mount(args: &MountArgs) -> ExitCode {
-    match serve(args) {
-        Ok(()) => ExitCode::SUCCESS,
+/// Mounts, and serves until it is unmounted. `arguments` are all that this program was given.
+pub fn mount(args: MountArgs, arguments: &[OsString]) -> ExitCode {
+    let served = if args.background {
+        let inner = |word: &OsString| if word == "--background" { "--background-inner".into() } else { word.clone() };
+        background::start(&arguments.iter().skip(1).map(inner).collect::<Vec<_>>())
+    } else {
+        serve(args).map(|()| ExitCode::SUCCESS)
+    };
+    match served {
+        Ok(status) => status,
         Err(error) => {
             say(&format!("compcache: {error:#}\n"));
             STATUS_FAILED.into()
@@ -38,24 +49,33 @@ pub fn mount(args: &MountArgs) -> ExitCode {
     }
 }
 
-fn serve(args: &MountArgs) -> anyhow::Result<()> {
+fn serve(mut args: MountArgs) -> anyhow::Result<()> {
+    let forbidden = options::apply(&mut args)?;
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGQUIT]).context("cannot wait for signals")?;
     let options = MountOptions {
         allow_other: args.allow_other,
         codec: args.codec.of_store(),
         exclusive: args.exclusive,
+        watch: args.watch,
+        forbidden,
         remembered: Duration::from_secs_f64(args.remember),
         ..MountOptions::new(absolute(&args.source)?, absolute(&args.target)?, args.memory.bytes(ram_here()))
     };
     std::env::set_current_dir("/").context("cannot leave the working directory")?;
     let mount = Mount::new(&options)?;
     let target = mount.target().to_owned();
-    say(&format!(
-        "compcache: {} is mounted on {}; its pages may take {} of memory\n",
-        options.source.display(),
-        target.display(),
-        Shown(options.memory_bytes)
-    ));
+    if args.background_inner {
+        background::mounted()?;
+    } else {
+        say(&format!(
+            "compcache: {} is mounted on {}; its pages may take {} of memory\n",
+            options.source.display(),
+            target.display(),
+            Shown(options.memory_bytes)
+        ));
+    }
+    // Nobody listens where no service manager is; nothing depends on it.
+    let _ = sd_notify::notify(&[NotifyState::Ready]);
     let ends = signals.handle();
     let watcher = thread::Builder::new().name("signals".into()).spawn(move || {
         for _ in &mut signals {
@@ -120,7 +140,7 @@ fn shown(args: &ShowArgs) -> anyhow::Result<String> {
     if args.json {
         return Ok(serde_json::to_string_pretty(&values).context("cannot print")? + "\n");
     }
-    let line = |(name, _, meaning): &(&str, fn(&FsStats) -> u64, &str)| {
+    let line = |(name, _, meaning): &(&str, fn(&CacheStats) -> u64, &str)| {
         let value = values.get(name).copied().unwrap_or_default();
         let value = match *name {
             "orig_data_size" | "compr_data_size" | "mem_used_total" | "memlimit" => Shown(value).to_string(),
@@ -128,7 +148,7 @@ fn shown(args: &ShowArgs) -> anyhow::Result<String> {
         };
         format!("  {name:<16} {value:<12} {meaning}\n")
     };
-    Ok(FsStats::TABLE.iter().map(line).collect())
+    Ok(CacheStats::TABLE.iter().map(line).collect())
 }
 
 /// That a directory is one of our mounts.

@@ -5,7 +5,8 @@
 //! 1. [`preflight`]: what cannot work is said before the program starts, with the remedy.
 //! 2. [`region`]: the memory by which all pagers of the tree share one budget.
 //! 3. [`supervise`]: starts the program, passes signals and the exit status on, keeps [`stats`].
-//! 4. [`summary`]: what it was worth, on one screen of standard error.
+//! 4. [`spill`]: where what does not fit goes, and what is told of it.
+//! 5. [`summary`]: what it was worth, on one screen of standard error.
 //!
 //! The supervisor may be killed at any instant: the program goes on as it is, and the next `compcache run` removes what
 //! is left.
@@ -17,6 +18,7 @@ mod preflight;
 mod program;
 mod region;
 mod signals;
+mod spill;
 mod stats;
 mod summary;
 mod supervise;
@@ -30,6 +32,7 @@ use crate::cli::RunArgs;
 use crate::run::failure::Failure;
 use crate::run::limits::Limits;
 use crate::run::region::TreeRegion;
+use crate::run::spill::SpillPlace;
 use crate::run::stats::StatsFile;
 use crate::run::supervise::{Outcome, Run};
 
@@ -44,10 +47,11 @@ pub fn run(args: RunArgs) -> ExitCode {
 fn supervised(args: RunArgs) -> Result<Outcome, Failure> {
     let limits = Limits::choose(args.ram, args.resident)?;
     let ready = preflight::check(&args)?;
+    let spill = SpillPlace::choose(args.spill.as_deref(), args.spill_max, &limits, args.quiet)?;
     let stats = args.stats.as_deref().map(StatsFile::create).transpose()?;
     region::leftovers::sweep();
-    let region = TreeRegion::create(&limits, args.codec, ready.eviction)?;
-    let mut run = Run::start(&ready, &args.program, &region, stats)?;
+    let region = TreeRegion::create(&limits, spill.as_ref(), args.codec, ready.eviction)?;
+    let mut run = Run::start(&ready, &args.program, &region, spill.as_ref(), stats)?;
     let outcome = run.watch()?;
     let stats = run.finish(outcome);
     if !args.quiet {

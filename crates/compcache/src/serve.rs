@@ -8,21 +8,25 @@
 //! | main       | sets up, then waits for the signal to end                |
 //! | control    | takes who connects; a thread each for those who ask      |
 //! | compaction | gives memory of half-empty spans back, a step at a time  |
+//! | recompression | has blocks compressed again that are [`cold`]        |
 //! | reserve    | keeps memory at hand while a disk is for swap ([`safe`])  |
 //! | overload   | asks for the OOM killer when swap refuses ([`overload`])  |
 //! | backing    | one for each disk that has one: blocks leave ([`backing`]) |
+//! | compaction | one more for each disk that has an origin ([`origin`])   |
 //! | transports | theirs                                                   |
 //!
 //! Locks: the disks' names are under one lock ([`disks`]), held while a disk is made, changed or ended, never while one
 //! serves a request.
 
 mod backing;
+mod cold;
 mod disks;
+mod origin;
 mod overload;
 mod safe;
 mod wire;
 
-use std::fmt::Display;
+use std::fmt::{self, Display, Formatter};
 use std::path::{PathBuf, absolute};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -44,14 +48,20 @@ use crate::cli::ServeArgs;
 use crate::control::{Control, default_socket};
 use crate::kernel::{clock_ns, ram_bytes};
 use crate::run::{STATUS_FAILED, say};
+use crate::serve::cold::Cold;
 use crate::serve::disks::Disks;
 use crate::serve::safe::Safety;
-use crate::size::Shown;
+use crate::size::{Shown, Size};
 
 /// Between two looks at whether there is something to compact.
 const BETWEEN_COMPACTIONS: Duration = Duration::from_millis(500);
 /// Objects moved by one step: some tens of microseconds.
 const COMPACTED_AT_ONCE: usize = 64;
+
+/// What disks may take unless told otherwise; and from when one of them is swapped to. A page of the machine's that swap
+/// refuses stays where it was, and takes more memory there.
+const USUAL_LIMIT: Size = Size::PercentOfRam(50.0);
+const SWAP_LIMIT: Size = Size::PercentOfRam(80.0);
 
 /// Addresses that a store can have at most.
 const RESERVE_BYTES_MAX: u64 = 512 << 30;
@@ -71,11 +81,13 @@ fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
     // First of all: a signal from here on ends us in order.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGQUIT]).context("cannot wait for signals")?;
     // And before there is any other thread.
-    let safety = Safety::at_start();
+    let limits = Limits::new(args)?;
+    let limit_bytes = limits.bytes;
+    let safety = Safety::at_start(limits.with_swap_bytes);
     allow_many_descriptors();
-    let limit_bytes = limit_bytes(args)?;
     // Fragments and the tails of spans take addresses, too.
-    let reserve_bytes = StoreConfig::default().reserve_bytes.max(limit_bytes.saturating_mul(2)).min(RESERVE_BYTES_MAX);
+    let reserve_bytes =
+        StoreConfig::default().reserve_bytes.max(limits.with_swap_bytes.saturating_mul(2)).min(RESERVE_BYTES_MAX);
     let store = Store::new(StoreConfig { limit_bytes, reserve_bytes, ..StoreConfig::default() })
         .context("cannot reserve addresses for the pages; is there a limit on them (ulimit -v)?")?;
     let control = match ListenFd::from_env().take_unix_listener(0).context("what was handed over is no socket")? {
@@ -85,16 +97,13 @@ fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
     let socket = control.path().context("the socket that was handed over has no name")?;
     clean_up_after_the_dead();
     let directory = socket.parent().map_or_else(PathBuf::new, Into::into);
-    let disks = Arc::new(Disks::new(store.clone(), directory, safety));
+    let cold = Cold::start(store.clone())?;
+    let disks = Arc::new(Disks::new(store.clone(), directory, safety, cold));
     start_compaction(store)?;
     control.answer(disks.clone())?;
     // Nobody listens where no service manager is; nothing depends on it.
     let _ = sd_notify::notify(&[NotifyState::Ready]);
-    say(&format!(
-        "compcache: serving at {}; all disks together may take {} of memory\n",
-        socket.display(),
-        Shown(limit_bytes)
-    ));
+    say(&format!("compcache: serving at {}; all disks together may take {limits} of memory\n", socket.display()));
     for _ in &mut signals {
         match disks.remove_all() {
             Ok(()) => {
@@ -110,11 +119,30 @@ fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
 }
 
 /// What all disks may take: no more than the memory cgroup lets anybody here.
-fn limit_bytes(args: &ServeArgs) -> anyhow::Result<u64> {
-    let here = cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes());
-    match args.memory.bytes(here) {
-        0 => bail!("--memory 0 leaves no room for any disk; write 1G, for instance, or 50%"),
-        bytes => Ok(bytes),
+struct Limits {
+    bytes: u64,
+    /// From when a disk is swapped to.
+    with_swap_bytes: u64,
+}
+
+impl Limits {
+    fn new(args: &ServeArgs) -> anyhow::Result<Limits> {
+        let here = cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes());
+        let (usual, with_swap) = args.memory.map_or((USUAL_LIMIT, SWAP_LIMIT), |memory| (memory, memory));
+        match usual.bytes(here) {
+            0 => bail!("--memory 0 leaves no room for any disk; write 1G, for instance, or 50%"),
+            bytes => Ok(Limits { bytes, with_swap_bytes: with_swap.bytes(here) }),
+        }
+    }
+}
+
+impl Display for Limits {
+    fn fmt(&self, formatter: &mut Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}", Shown(self.bytes))?;
+        match self.with_swap_bytes {
+            same if same == self.bytes => Ok(()),
+            with_swap => write!(formatter, " ({} with swap)", Shown(with_swap)),
+        }
     }
 }
 

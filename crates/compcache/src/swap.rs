@@ -46,6 +46,8 @@ fn on(args: SwapOnArgs) -> anyhow::Result<String> {
             SwapTransport::Loop => At::Loop,
         },
         for_swap: true,
+        recompress: None,
+        recompress_after_ms: None,
         unprotected: args.unprotected,
     };
     let disk = one_disk(&args.server, Request::Create(wanted)).context("swap stays as it was")?;

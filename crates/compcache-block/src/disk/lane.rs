@@ -10,13 +10,14 @@ use compcache_store::{Fetcher, Health, Page, PageIndex, Read, RunFailed, StoreEr
 use rustix::time::{ClockId, clock_gettime};
 
 use super::Disk;
-use super::stripes::SEGMENT_BLOCKS;
 use crate::device::{BLOCK_BYTES, Extent, Lane, Manner, Outcome, Request, Zeroes};
 use crate::error::DeviceError;
 use crate::range::{Part, Split};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 const ZEROES: Page = [0; BLOCK_BYTES];
+/// Blocks that share a stripe because they are neighbours.
+pub(super) const SEGMENT_BLOCKS: u64 = 64;
 /// Pages read at a time.
 const RUN: usize = SEGMENT_BLOCKS as usize;
 /// How often, and for how long, a write waits for the reserve.
@@ -75,6 +76,7 @@ impl Disk {
                     return Ok(Outcome::Done(()));
                 }
                 Err(RunFailed { done: more, error: error @ StoreError::LimitReached { .. } }) if self.can_leave() => {
+                    self.not_told.fetch_add(1, Relaxed);
                     if !manner.may_wait {
                         return Ok(Outcome::MustWait);
                     }
@@ -82,6 +84,7 @@ impl Disk {
                     if !self.make_room(worker) {
                         idle += 1;
                         if idle > IDLE_MAX {
+                            self.not_told.fetch_sub(1, Relaxed);
                             return Err(error.into());
                         }
                         thread::sleep(IDLE_WAIT);
@@ -90,6 +93,9 @@ impl Disk {
                 Err(RunFailed { done: more, error: StoreError::MemoryRefused { .. } })
                     if self.reserve_only.load(Relaxed) && !self.exhausted.load(Relaxed) =>
                 {
+                    if !manner.may_wait {
+                        return Ok(Outcome::MustWait);
+                    }
                     done += more;
                     waits += 1;
                     self.exhausted.store(waits > REFILL_WAITS, Relaxed);

@@ -220,6 +220,7 @@ fn a_disk_on_a_backing_holds_many_times_its_memory_for_every_lane() {
     let (stats, store) = (disk.stats(), disk.pool().store());
     assert!(store.mem_used_max_bytes() <= 6 << 20, "{stats:?}");
     assert!(stats.bd_count > 1000 && stats.bd_reads > 1000 && stats.bd_failed == 0, "{stats:?}");
+    assert_eq!(stats.failed_writes, 0, "what was only made again has not failed");
     disk.reset();
     assert_eq!(disk.pool().backing().unwrap().stats().live_bytes, 0);
 }
@@ -248,6 +249,32 @@ fn who_may_not_wait_is_told_so_and_what_is_in_memory_is_served_at_once() {
     assert_eq!(lane.write(out + 10, b"part", WAITING), DONE);
     assert_eq!(lane.read(out, &mut back, WAITING), DONE);
     assert!(back[10..14] == *b"part" && back[14..] == data[out as usize + 14..][..4082]);
+}
+
+#[test]
+fn who_waits_for_the_reserve_is_one_that_may_wait() {
+    let disk = disk(64 << 20, u64::MAX);
+    let store = disk.pool().store().clone();
+    disk.pool().prepare(16 << 10).unwrap();
+    store.set_reserve_bytes(1 << 20);
+    while store.refill().unwrap() {}
+    disk.set_reserve_only();
+    let mut lane = disk.clone().lane().unwrap();
+    let data = noise(64 << 20, 1);
+    let mut write = |at: usize, manner| lane.write(at as u64 * 4096, &data[at * 4096..][..4096], manner);
+    let waits = (0..16 << 10).find(|at| write(*at, Manner::AT_ONCE) != DONE).expect("there is no end to the reserve");
+    assert_eq!(write(waits, Manner::AT_ONCE), Ok(Outcome::MustWait));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(20));
+            while store.refill().unwrap() {}
+        });
+        assert_eq!(write(waits, WAITING), DONE);
+    });
+    // Nobody refills it: one write finds that out for all.
+    let refused = (waits..16 << 10).find_map(|at| write(at, WAITING).err()).expect("there is no end to the reserve");
+    assert_eq!(refused.errno(), 12);
+    assert_eq!(write(waits + 4000, Manner::AT_ONCE), Err(refused));
 }
 
 #[test]

@@ -21,7 +21,6 @@ use rustix::io::Errno;
 use rustix::ioctl::{Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl};
 
 use super::error::{FuseLoopError, Step};
-use crate::device::BLOCK_BYTES;
 use crate::node::{Holder, LOOKED_AT, Node, NotClaimed, PAUSE};
 
 // The sizes of the kernel's structures, on every architecture.
@@ -39,8 +38,8 @@ pub(super) struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// Sets up a free loop device over `file`, which the caller serves.
-    pub fn attach(control: &File, file: &Path) -> Result<LoopDevice, FuseLoopError> {
+    /// Sets up a free loop device with such sectors over `file`, which the caller serves.
+    pub fn attach(control: &File, file: &Path, sector_bytes: u32) -> Result<LoopDevice, FuseLoopError> {
         let open = OpenOptions::new().read(true).write(true).custom_flags(O_DIRECT as i32).open(file);
         let backing = OwnedFd::from(open.map_err(FuseLoopError::at(Step::File, file))?);
         for _ in 0..ATTEMPTS {
@@ -51,7 +50,7 @@ impl LoopDevice {
             let node = device.path();
             let opened = OpenOptions::new().read(true).write(true).open(&node);
             let opened = opened.map_err(FuseLoopError::at(Step::OpenLoop, &node))?;
-            match configure(&opened, &backing) {
+            match configure(&opened, &backing, sector_bytes) {
                 Ok(()) => {}
                 // Somebody else was faster.
                 Err(Errno::BUSY) => continue,
@@ -171,7 +170,7 @@ fn attribute(number: u32, name: &str) -> Option<PathBuf> {
 }
 
 /// `LOOP_CONFIGURE`: everything in one step, so that the device never is there half set up.
-fn configure(opened: &File, backing: &OwnedFd) -> Result<(), Errno> {
+fn configure(opened: &File, backing: &OwnedFd, sector_bytes: u32) -> Result<(), Errno> {
     let info = loop_info64 {
         lo_device: 0,
         lo_inode: 0,
@@ -187,8 +186,7 @@ fn configure(opened: &File, backing: &OwnedFd) -> Result<(), Errno> {
         lo_encrypt_key: [0; 32],
         lo_init: [0; 2],
     };
-    let config =
-        loop_config { fd: backing.as_raw_fd() as u32, block_size: BLOCK_BYTES as u32, info, __reserved: [0; 8] };
+    let config = loop_config { fd: backing.as_raw_fd() as u32, block_size: sector_bytes, info, __reserved: [0; 8] };
     // SAFETY: the request reads one `struct loop_config`, whose size is asserted above; the descriptor in it is open
     // until after the call. A wrong field could make the device read-only or of another size, not touch our memory.
     unsafe { ioctl(opened, Setter::<{ LOOP_CONFIGURE as Opcode }, loop_config>::new(config)) }

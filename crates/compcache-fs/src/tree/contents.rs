@@ -5,6 +5,7 @@ use std::mem;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use compcache_store::Page;
 use fuser::{FileHandle, FopenFlags, INodeNo, OpenFlags, Request, WriteFlags};
 use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fsync, openat, seek};
 use rustix::io::{self, Errno};
@@ -14,7 +15,7 @@ use super::{Notice, Tree};
 use crate::caller::{as_caller, dropping_suid, unchecked};
 use crate::handles::OpenFile;
 use crate::inodes::Node;
-use crate::stamp::{look, now, stamp_of};
+use crate::stamp::{id_of, look, now, stamp_of};
 use crate::{lower, sys};
 
 const PAGE: u64 = 4096;
@@ -55,6 +56,7 @@ impl Tree {
             other => other?,
         };
         // From the descriptor, not by name: that may be another's by now.
+        self.has_nothing(id_of(&look(&fd)?));
         let made = self.made(self.with_room(|| self.inodes.place_of(&fd))?, &parent, name)?;
         let (handle, how) = self.opened(fd, made.node.clone(), flags);
         Ok((made, handle, how))
@@ -64,8 +66,10 @@ impl Tree {
         let writes = OFlags::from_bits_retain(flags.0 as u32) & OFlags::RWMODE != OFlags::RDONLY;
         // Who only reads has nothing to be told at the end.
         let mut how = if writes { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
+        // Before it is looked at: what comes later is heard.
+        let watched = self.watches.as_ref().is_some_and(|watches| watches.begin(&node));
         how.set(FopenFlags::FOPEN_KEEP_CACHE, self.may_keep(&fd, &node));
-        (self.files.add(OpenFile { fd, node, writes, position: Mutex::new(()) }), how)
+        (self.files.add(OpenFile { fd, node, writes, watched, position: Mutex::new(()) }), how)
     }
 
     /// Whether the file is what it was when the kernel was last told so: then it may keep what it has of it.
@@ -76,20 +80,40 @@ impl Tree {
         stamp.is_some() && stamp == before
     }
 
-    /// Calls `change`, which writes the bytes from .. to of a file; nothing older of them is kept, here or by reads under way.
+    /// Calls `change`, which changes the bytes from .. to of a file; nothing older of them is kept, here or by reads under way.
+    pub fn writing<T>(&self, node: &Node, bytes: (u64, u64), change: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        self.writing_pages(node, bytes, change, |_| (0, &[]))
+    }
+
+    /// The same, and the file then has the bytes that `written` says, given what `change` returned: where they begin, and they.
     ///
     /// What else is kept of the file goes with the next look at it, since it then has another stamp; only if nobody else can have changed it in
-    /// the meantime, it stays.
-    pub fn writing<T>(&self, node: &Node, bytes: (u64, u64), change: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-        let mut writing = self.cache.begin_write(node.id, (bytes.0 / PAGE, bytes.1.div_ceil(PAGE)));
+    /// the meantime, it stays, and those pages are kept, too.
+    fn writing_pages<'p, T>(
+        &self,
+        node: &Node,
+        bytes: (u64, u64),
+        change: impl FnOnce() -> io::Result<T>,
+        written: impl FnOnce(&T) -> (u64, &'p [u8]),
+    ) -> io::Result<T> {
+        let writing = self.cache.begin_write(node.id, (bytes.0 / PAGE, bytes.1.div_ceil(PAGE)));
         let changed = change();
-        if self.exclusive
-            && let Ok(stat) = node.look()
-        {
-            let stamp = stamp_of(&stat);
-            writing.becomes(stamp);
-            let mut kept = node.kept.lock().unwrap_or_else(PoisonError::into_inner);
-            *kept = kept.map(|_| stamp);
+        if self.exclusive {
+            if let Ok(stat) = node.look() {
+                let mut kept = node.kept.lock().unwrap_or_else(PoisonError::into_inner);
+                *kept = kept.map(|_| stamp_of(&stat));
+                drop(kept);
+                if let Ok(changed) = &changed {
+                    let (offset_bytes, from) = written(changed);
+                    let (first, pages, rest) = whole_pages(offset_bytes, from);
+                    // Behind the end are zeroes, whatever becomes of the file.
+                    let is_end = stat.stx_size == offset_bytes + from.len() as u64;
+                    writing.done(self.version_of(&stat), first, pages, if is_end { rest } else { &[] });
+                }
+            }
+            if changed.is_err() {
+                self.may_be_lost(node);
+            }
         }
         changed
     }
@@ -108,12 +132,15 @@ impl Tree {
         dropping_suid(how.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID), || {
             if !appends {
                 let bytes = (offset_bytes, offset_bytes.saturating_add(from.len() as u64));
-                return self.writing(&open.node, bytes, || lower::write(&open.fd, offset_bytes, from));
+                let write = || lower::write(&open.fd, offset_bytes, from);
+                return self.writing_pages(&open.node, bytes, write, |written| (offset_bytes, &from[..*written]));
             }
             let _alone = open.position.lock().unwrap_or_else(PoisonError::into_inner);
             // Where the end is then is not known before; it is not before the end now.
             let end = look(&open.fd)?.stx_size;
-            let (written, began) = self.writing(&open.node, (end, u64::MAX), || lower::append(&open.fd, from))?;
+            let append = || lower::append(&open.fd, from);
+            let appended = |(written, began): &(usize, u64)| (*began, &from[..*written]);
+            let (written, began) = self.writing_pages(&open.node, (end, u64::MAX), append, appended)?;
             if began != offset_bytes {
                 // Somebody made the file longer behind the mount; what the kernel keeps is in the wrong place.
                 self.tell(Notice::Outdated(open.node.number));
@@ -122,19 +149,22 @@ impl Tree {
         })
     }
 
+    /// The file system below says that it has lost something, of this write or of one before: what is kept of the file may be that.
+    fn may_be_lost(&self, node: &Node) {
+        self.cache.drop_file(node.id);
+    }
+
     pub fn close_report(&self, handle: FileHandle) -> io::Result<()> {
         let open = self.files.get(handle)?;
-        if open.writes { sys::close_report(&open.fd) } else { Ok(()) }
+        let closed = if open.writes { sys::close_report(&open.fd) } else { Ok(()) };
+        closed.inspect_err(|_| self.may_be_lost(&open.node))
     }
 
     /// When it returns, the file below has it where its file system puts it; what was kept there for writing is let go of.
     pub fn sync_file(&self, handle: FileHandle, data_alone: bool) -> io::Result<()> {
         let open = self.files.get(handle)?;
-        if data_alone {
-            fdatasync(&open.fd)?
-        } else {
-            fsync(&open.fd)?
-        }
+        let synced = if data_alone { fdatasync(&open.fd) } else { fsync(&open.fd) };
+        synced.inspect_err(|_| self.may_be_lost(&open.node))?;
         lower::let_go(&open.fd);
         Ok(())
     }
@@ -180,6 +210,14 @@ impl Tree {
             _ => Err(Errno::INVAL),
         }
     }
+}
+
+/// The whole pages among bytes that were written: the number of the first, they, and the rest behind them.
+fn whole_pages(offset_bytes: u64, from: &[u8]) -> (u64, &[Page], &[u8]) {
+    let first = offset_bytes.div_ceil(PAGE);
+    let whole = from.get((first * PAGE - offset_bytes) as usize..).unwrap_or_default();
+    let (pages, rest) = whole.as_chunks();
+    (first, pages, rest)
 }
 
 /// How a file is opened below. Appending is said with each write, direct I/O is the kernel's affair above, and the rest

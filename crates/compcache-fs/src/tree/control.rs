@@ -11,13 +11,13 @@
 
 use std::ffi::OsStr;
 
+use compcache_cache::CacheStats;
 use compcache_store::Codec;
 use fuser::{INodeNo, Request};
 use rustix::io::{self, Errno};
 use rustix::process::geteuid;
 
 use super::Tree;
-use crate::stats::FsStats;
 
 /// What can be asked or set.
 #[derive(Clone, Copy)]
@@ -42,7 +42,7 @@ impl Control {
 impl Tree {
     pub fn statistics(&self) -> String {
         let stats = self.cache.stats();
-        FsStats::TABLE.iter().map(|(name, value, _)| format!("{name} {}\n", value(&stats))).collect()
+        CacheStats::TABLE.iter().map(|(name, value, _)| format!("{name} {}\n", value(&stats))).collect()
     }
 
     pub fn control(&self, request: &Request, control: Control, value: &[u8]) -> io::Result<()> {

@@ -8,13 +8,13 @@ use std::mem::MaybeUninit;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::PoisonError;
 
+use compcache_cache::FileId;
 use fuser::{FileHandle, FileType, FopenFlags, Generation, INodeNo, ReplyDirectory, ReplyDirectoryPlus};
 use rustix::fs::{OFlags, RawDir, SeekFrom, fdatasync, fsync, seek};
 use rustix::io;
 
 use super::{Tree, errno};
 use crate::handles::{Listed, Listing, OpenDirectory};
-use crate::stamp::FileId;
 
 /// Read below at once.
 const BATCH_BYTES: usize = 32 << 10;

@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
+use compcache_cache::FileId;
 use fuser::{FileAttr, INodeNo, RenameFlags, Request};
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxFlags, linkat, mkdirat, mknodat, openat, readlinkat,
@@ -15,7 +16,7 @@ use rustix::io;
 use super::{Notice, Tree};
 use crate::caller::as_caller;
 use crate::inodes::Node;
-use crate::stamp::{FileId, attributes, generation_of, id_of};
+use crate::stamp::{attributes, generation_of, id_of};
 
 /// A file and what it is like, given to the kernel.
 pub struct Made {
@@ -77,7 +78,7 @@ impl Tree {
         let parent = self.inodes.get(parent)?;
         let (kind, bits) = (FileType::from_raw_mode(mode), Mode::from_raw_mode(mode));
         as_caller(request, umask, || mknodat(&parent, name, kind, bits, device.into()))?;
-        self.find_in(&parent, name)
+        self.find_in(&parent, name).inspect(|made| self.has_nothing(made.node.id))
     }
 
     pub fn make_directory(
@@ -120,6 +121,11 @@ impl Tree {
         unlinkat(&parent, name, AtFlags::empty())?;
         self.drop_pages_of(last);
         Ok(())
+    }
+
+    /// A file that was just made: what is kept under its number was another's, read after that had lost its last name.
+    pub fn has_nothing(&self, id: FileId) {
+        self.cache.drop_file(id);
     }
 
     /// Drops what is kept of a file that has just lost its last name.

@@ -15,14 +15,15 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
+use compcache_cache::Token;
 use compcache_store::{Page, Worker};
 use fuser::{FileHandle, ReplyData};
+use rustix::fs::Statx;
 use rustix::io;
 
 use super::{Tree, errno};
-use crate::cache::Token;
 use crate::handles::OpenFile;
-use crate::stamp::{look, now, stamp_of};
+use crate::stamp::{Stamp, look, now, stamp_of};
 
 const PAGE: u64 = 4096;
 
@@ -57,6 +58,13 @@ impl Tree {
         });
     }
 
+    /// What tells this version of a file from others. Where nobody changes files but through us, it is the file alone: we know of each
+    /// change without it, and reads that meet writes need not drop what is kept.
+    pub fn version_of(&self, stat: &Statx) -> Stamp {
+        let stamp = stamp_of(stat);
+        if self.exclusive { stamp.identity() } else { stamp }
+    }
+
     fn read_below(&self, open: &OpenFile, offset_bytes: u64, length_bytes: usize, reply: ReplyData) {
         let mut into = vec![0; length_bytes];
         match self.lower.read(&open.fd, offset_bytes, &mut into) {
@@ -67,8 +75,8 @@ impl Tree {
 
     fn read_through(&self, own: &mut Own, open: &OpenFile, offset_bytes: u64, length_bytes: usize, reply: ReplyData) {
         let Ok(stat) = look(&open.fd) else { return self.read_below(open, offset_bytes, length_bytes, reply) };
-        let stamp = stamp_of(&stat);
-        let end_bytes = offset_bytes.saturating_add(length_bytes as u64).min(stamp.size_bytes);
+        let (size_bytes, stamp) = (stat.stx_size, self.version_of(&stat));
+        let end_bytes = offset_bytes.saturating_add(length_bytes as u64).min(size_bytes);
         let (first, end) = (offset_bytes / PAGE, end_bytes.div_ceil(PAGE));
         // Nothing there, or so it says (files of /proc have no size); or farther out than pages are counted.
         if offset_bytes >= end_bytes || end >= u32::MAX.into() {
@@ -81,23 +89,23 @@ impl Tree {
         }
         let Own { worker, pages, found } = own;
         let (pages, found) = (&mut pages[..count], &mut found[..count]);
-        let token = self.cache.begin_read(open.node.id, stamp, self.exclusive || stamp.is_settled(now()));
+        let token = self.cache.begin_read(open.node.id, stamp, self.exclusive || stamp_of(&stat).is_settled(now()));
         self.cache.get(worker, token, first as u32, pages, found);
 
-        let size_bytes = stamp.size_bytes - first * PAGE;
-        let read = self.read_missing(open, first, pages, found, size_bytes);
+        let read = self.read_missing(open, first, pages, found, size_bytes - first * PAGE);
         let (begin, end) = ((offset_bytes - first * PAGE) as usize, (end_bytes - first * PAGE) as usize);
         let is_whole = match read {
             Ok(valid) => {
                 reply.data(&pages.as_flattened()[begin..end.min(valid).max(begin)]);
-                valid >= end
+                valid == pages.len() * PAGE as usize
             }
             Err(error) => {
                 reply.error(errno(error));
                 false
             }
         };
-        let is_same = || look(&open.fd).is_ok_and(|stat| stamp_of(&stat) == stamp);
+        let is_same =
+            || look(&open.fd).is_ok_and(|stat| stat.stx_size == size_bytes && self.version_of(&stat) == stamp);
         let keeps = is_whole && found.contains(&false) && is_same();
         self.keep(worker, token, first as u32, pages, if keeps { found } else { &[] });
     }

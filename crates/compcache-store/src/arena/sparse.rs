@@ -15,7 +15,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use super::class::{Class, SPAN_BYTES};
 use super::span::{Mark, NONE, Span};
 use super::{Arena, Lists, Location, PAGE};
-use crate::budget::Budget;
+use crate::budget::{Budget, CREDIT_STEP, Credit};
 use crate::page::PAGE_SIZE;
 
 /// A span is squeezed when it would give back so many pages, and so large a share of what it touches.
@@ -78,7 +78,7 @@ impl Arena {
 
     /// Whether the object at `location` should move. Needs no lock: the caller's object keeps the span what it is, and a
     /// mark missed now is seen in the next pass.
-    pub fn should_move(&self, location: Location) -> bool {
+    fn should_move(&self, location: Location) -> bool {
         self.known_span(location.span()).is_some_and(|span| match span.mark() {
             Mark::Victim => true,
             Mark::Squeezed => location.offset() / span.class().slot_bytes() >= span.objects(),
@@ -87,7 +87,7 @@ impl Arena {
     }
 
     /// A place nearer the start of the same span for an object that [`Arena::should_move`] out of a squeezed span.
-    pub fn allocate_below(&self, location: Location) -> Option<Location> {
+    fn allocate_below(&self, location: Location) -> Option<Location> {
         let span = self.known_span(location.span()).filter(|span| span.mark() == Mark::Squeezed)?;
         let class = span.class();
         let mut lists = self.lists(class);
@@ -99,6 +99,20 @@ impl Arena {
         lists.free -= 1;
         self.relist(&mut lists, location.span(), span, class);
         Some(Location::new(location.span(), placed.position * class.slot_bytes()))
+    }
+
+    /// Another place for an object, if compaction wants it moved and there is room.
+    pub fn place_for_move(&self, from: Location, budget: &Budget, credit: &mut Credit) -> Option<Location> {
+        if !self.should_move(from) {
+            return None;
+        }
+        self.allocate_below(from).or_else(|| {
+            // New pages only where there is room for them anyway; else the object goes where memory is already touched.
+            if budget.has_ample_room(CREDIT_STEP) {
+                let _ = budget.admit(credit);
+            }
+            self.allocate_elsewhere(from, budget, credit)
+        })
     }
 
     /// Ends a pass: gives back what squeezing freed, and makes all marked spans ordinary ones. Returns the bytes.

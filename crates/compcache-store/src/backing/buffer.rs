@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use core::marker::PhantomData;
 use core::ops::{Deref, DerefMut};
 
 use crate::error::StoreError;
@@ -39,5 +40,42 @@ impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and `self` is borrowed mutably.
         unsafe { core::slice::from_raw_parts_mut(self.region.base().as_ptr(), self.bytes) }
+    }
+}
+
+/// A type whose bytes may all be zero.
+///
+/// # Safety
+/// Zeroes must be a value of it, and it must not be aligned to more than a page.
+pub(crate) unsafe trait Zeroable: Copy {}
+
+/// So many values, zeroes at first. Takes memory as they are changed.
+pub(crate) struct Table<T> {
+    buffer: Buffer,
+    values: PhantomData<T>,
+    count: usize,
+}
+
+impl<T: Zeroable> Table<T> {
+    pub fn new(count: usize) -> Result<Table<T>, StoreError> {
+        let refused = StoreError::MemoryRefused { bytes: u64::MAX };
+        let bytes = count.checked_mul(size_of::<T>()).ok_or(refused)?;
+        Ok(Table { buffer: Buffer::new(bytes)?, values: PhantomData, count })
+    }
+}
+
+impl<T: Zeroable> Deref for Table<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: so many bytes are there, on a page's boundary; they are zeroes, which are values, or values written here.
+        unsafe { core::slice::from_raw_parts(self.buffer.as_ptr().cast(), self.count) }
+    }
+}
+
+impl<T: Zeroable> DerefMut for Table<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above, and `self` is borrowed mutably.
+        unsafe { core::slice::from_raw_parts_mut(self.buffer.as_mut_ptr().cast(), self.count) }
     }
 }

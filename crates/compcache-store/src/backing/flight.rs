@@ -20,17 +20,18 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::buffer::Buffer;
+use super::gather::Wanted;
 use super::record::{LISTED_BYTES, Listed, Place, Sealed, TAG_BYTES, TRAILER_BYTES, UNIT, record_bytes};
 use super::segments::Begun;
 use super::{Backing, Forked, Health, MediumError, Once, associated};
 use crate::codec::CodecId;
 use crate::error::StoreError;
+use crate::groups::MEMBERS_MAX;
 use crate::lock::Mutex;
 use crate::page::PageIndex;
 use crate::pool::PoolCore;
 use crate::slot::Slot;
 use crate::store::Store;
-use crate::table::LeafCache;
 use crate::worker::Worker;
 
 const HEAD_BYTES: usize = 32;
@@ -38,6 +39,9 @@ const HEAD_BYTES: usize = 32;
 /// twice a segment holds all the copies.
 const COPIES_FACTOR: usize = 2;
 const _: () = assert!(HEAD_BYTES + UNIT <= COPIES_FACTOR * (TAG_BYTES + LISTED_BYTES));
+
+/// Each page of a group that leaves frees such a part of it, in the end.
+const GROUP_PAGES: u64 = MEMBERS_MAX as u64;
 
 /// What a flight did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -197,24 +201,19 @@ pub(super) fn list_once(flight: u64, segment_bytes: usize) -> Once {
 }
 
 impl Backing {
-    /// Fills one segment with pages of the pools that `wants` names, cleaning others if free ones are few, and writes it.
+    /// Fills one segment with pages that are wanted, cleaning others if free ones are few, and writes it.
     /// Does nothing if two are at it already.
     ///
     /// # Errors
     /// What the medium said; every page is where it was.
-    pub(crate) fn fly(
-        &self,
-        store: &Store,
-        worker: &mut Worker,
-        wants: &dyn Fn(&PoolCore) -> bool,
-    ) -> Result<Flown, MediumError> {
+    pub(crate) fn fly(&self, store: &Store, worker: &mut Worker, wanted: &Wanted<'_>) -> Result<Flown, MediumError> {
         let busy = Flown { is_busy: true, ..Flown::default() };
         let Some(mut flight) = self.flights.iter().find_map(Mutex::try_lock) else { return Ok(busy) };
         let flight = &mut *flight;
         flight.clear();
         let cleaning = self.cleaning.try_lock();
         let emptied = cleaning.as_ref().map_or(0, |_| self.clean(store, &mut worker.leaf, flight));
-        self.gather(store, &mut worker.leaf, flight, wants);
+        self.gather(store, worker, flight, wanted);
         // The last free segment is for cleaning, which gives more back than it takes.
         let begun = match flight.records() {
             0 => None,
@@ -265,7 +264,7 @@ impl Backing {
             let place = Place::new(begun.segment, self.segment_bytes, within);
             let sealed = Sealed::new(begun.flight, place, head.length, head.codec);
             let pool = registry.pool(head.pool);
-            let freed = pool.and_then(|pool| settle_one(store, pool, &mut worker.leaf, head, object, sealed));
+            let freed = pool.and_then(|pool| settle_one(store, pool, worker, head, object, sealed));
             match (freed, head.from) {
                 (Some(freed), From::Memory) => {
                     flown.pages += 1;
@@ -286,16 +285,26 @@ impl Backing {
 fn settle_one(
     store: &Store,
     pool: &PoolCore,
-    leaf: &mut LeafCache,
+    worker: &mut Worker,
     head: Head,
     object: &[u8],
     sealed: Sealed,
 ) -> Option<u64> {
-    let guard = pool.tree.lock(&store.tables, head.index, leaf)?;
+    let guard = pool.tree.lock(&store.tables, head.index, &mut worker.leaf)?;
     let freed = match (guard.get(), head.from) {
         (Slot::Stored(there), From::Memory) => {
             let is_same = there.codec == head.codec && guard.bytes(&there, &store.arena) == Some(object);
             is_same.then(|| store.arena.class_of(there.location).slot_bytes() as u64)?
+        }
+        (Slot::Grouped(member), From::Memory) => {
+            let Worker { opened, codecs, .. } = worker;
+            let page = opened.page(store, codecs, &member)?;
+            let is_same = match head.codec {
+                Some(id) => codecs.is_page(id, object, page, &store.dictionaries),
+                None => object == page,
+            };
+            let group = store.groups.size(member.group, &store.arena).slot_bytes as u64;
+            is_same.then_some(group / GROUP_PAGES)?
         }
         (Slot::OnBacking(there), From::Record { place, check }) => {
             (there.place == place && there.check == check).then_some(0)?

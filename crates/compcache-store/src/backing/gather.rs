@@ -5,6 +5,9 @@
 //! that make up an eighth of what is stored (two segments at least) go in the next pass. So a pass costs two looks at four bytes a
 //! page for an eighth of the memory: at a million pages, 2 ms beside some 130 flights.
 //!
+//! Pages in groups ([`crate::groups`]) are among those, and are what is old. They leave one by one; a group's memory is free when the
+//! last of its pages has left, which is soon, since they are neighbours.
+//!
 //! Where a pass has come to is kept from flight to flight, for all of them: two that gather at the same time would take the same pages. Pools that have no need, or another backing, are passed over.
 //!
 //! # Source
@@ -13,12 +16,15 @@
 use super::Backing;
 use super::flight::{Flight, From, Head};
 use crate::checksum;
+use crate::codec::Codec;
 use crate::compact::Registry;
 use crate::page::PageIndex;
-use crate::pool::PoolCore;
-use crate::slot::{self, Slot};
+use crate::pool::{PoolCore, form};
+use crate::reclaim::Leaving;
+use crate::slot::{self, Member, Slot};
 use crate::store::Store;
-use crate::table::{FANOUT, LeafCache};
+use crate::table::FANOUT;
+use crate::worker::Worker;
 use core::sync::atomic::Ordering::Relaxed;
 
 /// What a pass takes.
@@ -31,6 +37,12 @@ enum Taken {
     },
 }
 
+/// What a flight is to take: of which pools, and what.
+pub(crate) struct Wanted<'w> {
+    pub wants: &'w dyn Fn(&PoolCore) -> bool,
+    pub leaving: Leaving,
+}
+
 /// A pass over the pools, and how far it has come.
 pub(super) struct Plan {
     taken: Taken,
@@ -40,6 +52,10 @@ pub(super) struct Plan {
 
 /// Passes in one flight: the rest of one and each kind once more, so that a flight that finds nothing has looked at everything.
 const PASSES: usize = 3;
+/// A page in a group leaves alone, and nearly as short as it was.
+const GROUPED_CODEC: Codec = Codec::Zstd { level: 1 };
+/// What one takes in memory, about: its slot does not say.
+const GROUPED_BYTES: u64 = 640;
 /// The share of what is stored that one pass by age takes.
 const PASS_SHARE: u64 = 8;
 
@@ -53,7 +69,7 @@ impl Plan {
         &mut self,
         store: &Store,
         registry: &Registry,
-        leaf: &mut LeafCache,
+        worker: &mut Worker,
         flight: &mut Flight,
         wants: &dyn Fn(&PoolCore) -> bool,
     ) -> bool {
@@ -62,7 +78,7 @@ impl Plan {
                 Taken::Raw => pool.counters.raw_pages() > 0,
                 Taken::Aged { .. } => true,
             };
-            if wants(pool) && has_some && self.go_on_in(store, pool, leaf, flight) {
+            if wants(pool) && has_some && self.go_on_in(store, pool, worker, flight) {
                 return true;
             }
             (self.pool, self.next) = (self.pool + 1, PageIndex(0));
@@ -70,7 +86,7 @@ impl Plan {
         false
     }
 
-    fn go_on_in(&mut self, store: &Store, pool: &PoolCore, leaf: &mut LeafCache, flight: &mut Flight) -> bool {
+    fn go_on_in(&mut self, store: &Store, pool: &PoolCore, worker: &mut Worker, flight: &mut Flight) -> bool {
         let (taken, now) = (self.taken, store.age());
         while let Some(first) = pool.tree.next_leaf(&store.tables, self.next, PageIndex(PageIndex::LIMIT)) {
             let end = first.plus(FANOUT as u64);
@@ -78,7 +94,7 @@ impl Plan {
             if let Some(slots) = pool.tree.leaf(&store.tables, first) {
                 for index in from.0..end.0 {
                     let meta = slots.meta[(index - first.0) as usize].load(Relaxed);
-                    if taken.takes(meta, now) && !copy(store, pool, PageIndex(index), leaf, flight) {
+                    if taken.takes(meta, now) && !copy(store, pool, PageIndex(index), worker, flight) {
                         self.next = PageIndex(index);
                         return true;
                     }
@@ -91,9 +107,13 @@ impl Plan {
 }
 
 /// Copies the object of a page, if it has one, and one that is sound. `false`: it does not fit.
-fn copy(store: &Store, pool: &PoolCore, index: PageIndex, leaf: &mut LeafCache, flight: &mut Flight) -> bool {
-    let Some(guard) = pool.tree.lock(&store.tables, index, leaf) else { return true };
-    let Slot::Stored(object) = guard.get() else { return true };
+fn copy(store: &Store, pool: &PoolCore, index: PageIndex, worker: &mut Worker, flight: &mut Flight) -> bool {
+    let Some(guard) = pool.tree.lock(&store.tables, index, &mut worker.leaf) else { return true };
+    let object = match guard.get() {
+        Slot::Stored(object) => object,
+        Slot::Grouped(member) => return copy_from_group(store, pool, index, &member, worker, flight),
+        _ => return true,
+    };
     if !flight.fits(object.length) {
         return false;
     }
@@ -110,12 +130,37 @@ fn copy(store: &Store, pool: &PoolCore, index: PageIndex, leaf: &mut LeafCache, 
     true
 }
 
+/// As [`copy`], for a page in a group, whose slot is locked: it gets an object of its own, which nobody but the flight ever sees.
+fn copy_from_group(
+    store: &Store,
+    pool: &PoolCore,
+    index: PageIndex,
+    member: &Member,
+    worker: &mut Worker,
+    flight: &mut Flight,
+) -> bool {
+    let Worker { opened, codecs, .. } = worker;
+    let Some(page) = opened.page(store, codecs, member) else { return true };
+    let Ok((id, compressed)) = codecs.compress(GROUPED_CODEC, page, &store.dictionaries) else { return true };
+    let (codec, bytes, _) = form(id, compressed, page);
+    let head = Head { pool: pool.serial(), index, from: From::Memory, length: bytes.len() as u16, codec };
+    let fits = flight.fits(head.length);
+    if fits {
+        flight.add(head, |copy, _| {
+            copy.copy_from_slice(bytes);
+            true
+        });
+    }
+    fits
+}
+
 impl Taken {
     fn takes(self, meta: u32, now: u8) -> bool {
         match self {
             Taken::Raw => slot::is_raw(meta),
             Taken::Aged { least } => {
-                slot::is_stored(meta) && !slot::is_raw(meta) && now.wrapping_sub(slot::age(meta)) >= least
+                let may = (slot::is_stored(meta) && !slot::is_raw(meta)) || slot::is_grouped(meta);
+                may && now.wrapping_sub(slot::age(meta)) >= least
             }
         }
     }
@@ -123,18 +168,25 @@ impl Taken {
 
 impl Backing {
     /// Fills the flight with copies of what should leave, as far as there is anything.
-    pub(super) fn gather(
-        &self,
-        store: &Store,
-        leaf: &mut LeafCache,
-        flight: &mut Flight,
-        wants: &dyn Fn(&PoolCore) -> bool,
-    ) {
-        let wants = |pool: &PoolCore| pool.is_on(self) && wants(pool);
+    pub(super) fn gather(&self, store: &Store, worker: &mut Worker, flight: &mut Flight, wanted: &Wanted<'_>) {
+        let wants = |pool: &PoolCore| pool.is_on(self) && (wanted.wants)(pool);
         let mut plan = self.plan.lock();
         let registry = store.registry.lock();
+        if wanted.leaving == Leaving::Incompressible {
+            // The rest of a pass over those, and a whole one, so that it has looked at everything.
+            for _ in 0..2 {
+                if plan.taken != Taken::Raw {
+                    *plan = Plan::new();
+                }
+                if plan.go_on(store, &registry, worker, flight, &wants) {
+                    return;
+                }
+                *plan = Plan::new();
+            }
+            return;
+        }
         for _ in 0..PASSES {
-            if plan.go_on(store, &registry, leaf, flight, &wants) {
+            if plan.go_on(store, &registry, worker, flight, &wants) {
                 return;
             }
             let taken = match plan.taken {
@@ -153,8 +205,11 @@ impl Backing {
             while let Some(first) = pool.tree.next_leaf(&store.tables, next, PageIndex(PageIndex::LIMIT)) {
                 next = first.plus(FANOUT as u64);
                 let Some(slots) = pool.tree.leaf(&store.tables, first) else { continue };
-                for meta in slots.meta.iter().map(|meta| meta.load(Relaxed)).filter(|meta| slot::is_stored(*meta)) {
-                    bytes[usize::from(now.wrapping_sub(slot::age(meta)))] += u64::from(slot::length(meta));
+                for meta in slots.meta.iter().map(|meta| meta.load(Relaxed)) {
+                    let length = if slot::is_grouped(meta) { GROUPED_BYTES } else { u64::from(slot::length(meta)) };
+                    if slot::is_stored(meta) || slot::is_grouped(meta) {
+                        bytes[usize::from(now.wrapping_sub(slot::age(meta)))] += length;
+                    }
                 }
             }
         }

@@ -4,7 +4,11 @@
 //! |---------|---------------------------|-----------------------------------------------|
 //! | Free    | the start, a failed write, its last record freed | Writing, when a flight begins |
 //! | Writing | a flight that began       | Written, or Free if the write failed          |
-//! | Written | a flight that arrived     | Free, with its last live record               |
+//! | Written | a flight that arrived     | Free, with its last live record, or Held      |
+//! | Held    | as Free, while a copy of the process may read what is there | Free, when no copy may |
+//!
+//! A process copied by fork has the table as it was then, and writes to another part of it: see [`super::lineage`]. What its
+//! ancestors wrote is read and freed there like its own, and never written to.
 //!
 //! Sixteen bytes a segment: for segments of a megabyte with 700 pages each, a fortieth of a byte a page. A record is alive
 //! from the write on until its slot says something else. A segment with nothing alive is free at once; one that is mostly
@@ -17,11 +21,15 @@
 //! # Source
 //! Rosenblum and Ousterhout, "The design and implementation of a log-structured file system" (1992), section 3.5.
 
-use alloc::boxed::Box;
+use core::ops::Range;
 
 use super::BackingStats;
+use super::buffer::{Table, Zeroable};
+use crate::error::StoreError;
 
+/// Laid out as declared, so that zeroes are a segment nothing was ever written to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
 enum State {
     Free {
         /// It takes room where the backing lies.
@@ -34,9 +42,12 @@ enum State {
         /// It is being cleaned.
         chosen: bool,
     },
+    /// Nothing of this process's is alive in it, but a copy of the process may read it.
+    Held,
 }
 
 #[derive(Clone, Copy)]
+#[repr(C)]
 struct Segment {
     flight: u64,
     live_bytes: u32,
@@ -45,12 +56,20 @@ struct Segment {
 
 const _: () = assert!(size_of::<Segment>() == 16);
 
+#[allow(unsafe_code, reason = "says what its layout is")]
+// SAFETY: numbers, and a state whose first variant, `Free` with `false`, is all zeroes.
+unsafe impl Zeroable for Segment {}
+
 /// A segment fuller than this many 16ths is not cleaned: the gain would not pay for the reading and writing.
 const CLEANED_16THS: u64 = 15;
 
 pub(super) struct Segments {
-    table: Box<[Segment]>,
+    table: Table<Segment>,
     segment_bytes: u64,
+    /// The part of the table that this process writes to.
+    own: Range<usize>,
+    /// What was written by this flight or an earlier one may be read by copies of the process.
+    held_until: u64,
     /// No segment before these two is free and filled, or free at all.
     filled_from: usize,
     free_from: usize,
@@ -68,17 +87,70 @@ pub(super) struct Begun {
 }
 
 impl Segments {
-    pub fn new(count: u32, segment_bytes: u64) -> Segments {
-        let none = Segment { flight: 0, live_bytes: 0, state: State::Free { filled: false } };
-        Segments {
-            table: alloc::vec![none; count as usize].into_boxed_slice(),
+    /// So many segments to write to, and `parts - 1` times as many for copies of the process.
+    pub fn new(count: u32, segment_bytes: u64, parts: usize) -> Result<Segments, StoreError> {
+        let count = count as usize;
+        Ok(Segments {
+            table: Table::new(count * parts)?,
             segment_bytes,
-            filled_from: count as usize,
+            own: 0..count,
+            held_until: 0,
+            filled_from: count,
             free_from: 0,
-            free: count as usize,
+            free: count,
             live_bytes: 0,
             flights: 0,
             any_chosen: false,
+        })
+    }
+
+    /// In a copy of the process: what is written from now on goes to a part of the table, of `count` segments each, in which
+    /// nothing is alive, if there is one. Its flights are numbered from `flights` on.
+    pub fn begin_part(&mut self, count: usize, flights: u64) {
+        let is_dead = |part: &Range<usize>| self.table[part.clone()].iter().all(|segment| segment.live_bytes == 0);
+        let parts = (0..self.table.len() / count).map(|part| part * count..(part + 1) * count);
+        self.own = parts.clone().find(is_dead).unwrap_or(0..0);
+        for segment in &mut self.table[self.own.clone()] {
+            // What was never touched takes no memory, and is not to take any now.
+            if segment.flight != 0 {
+                *segment = Segment { flight: 0, live_bytes: 0, state: State::Free { filled: false } };
+            }
+        }
+        (self.filled_from, self.free_from) = (self.own.end, self.own.start);
+        (self.free, self.live_bytes, self.held_until) = (self.own.len(), 0, 0);
+        (self.flights, self.any_chosen) = (flights, false);
+    }
+
+    /// This process writes nothing.
+    pub fn write_nothing(&mut self) {
+        (self.own, self.free) = (0..0, 0);
+        (self.filled_from, self.free_from) = (0, 0);
+    }
+
+    /// Whether anything is alive in the part of the table that begins at `from` and has `count` segments.
+    pub fn is_part_alive(&self, from: usize, count: usize) -> bool {
+        self.table[from..from + count].iter().any(|segment| segment.live_bytes > 0)
+    }
+
+    /// The part of the table that is written to.
+    pub fn own(&self) -> Range<usize> {
+        self.own.clone()
+    }
+
+    /// The number of the last flight.
+    pub fn flights(&self) -> u64 {
+        self.flights
+    }
+
+    /// What was written by this flight or an earlier one stays where it is, whatever of it is alive in this process; what was
+    /// held until now and need not be any more becomes free.
+    pub fn hold_until(&mut self, flight: u64) {
+        let is_shorter = flight < self.held_until;
+        self.held_until = flight;
+        for segment in self.own.clone().filter(|_| is_shorter) {
+            if self.table[segment].state == State::Held {
+                self.become_free(segment);
+            }
         }
     }
 
@@ -87,7 +159,7 @@ impl Segments {
     }
 
     pub fn count(&self) -> usize {
-        self.table.len()
+        self.own.len()
     }
 
     /// A free segment, of those that take room already if there is one, else the first. Leaves `spare` of them alone.
@@ -98,9 +170,11 @@ impl Segments {
         let is_filled = |segment: &Segment| segment.state == State::Free { filled: true };
         let is_free = |segment: &Segment| matches!(segment.state, State::Free { .. });
         let after = |from: usize, found: Option<usize>| found.map(|at| from + at);
-        let filled = after(self.filled_from, self.table[self.filled_from..].iter().position(is_filled));
-        self.filled_from = filled.unwrap_or(self.table.len());
-        let found = filled.or_else(|| after(self.free_from, self.table[self.free_from..].iter().position(is_free)))?;
+        let end = self.own.end;
+        let filled = after(self.filled_from, self.table[self.filled_from..end].iter().position(is_filled));
+        self.filled_from = filled.unwrap_or(end);
+        let found =
+            filled.or_else(|| after(self.free_from, self.table[self.free_from..end].iter().position(is_free)))?;
         if filled.is_none() {
             self.free_from = found;
         }
@@ -112,7 +186,7 @@ impl Segments {
 
     /// Whether a flight has begun and not arrived.
     pub fn is_any_written_now(&self) -> bool {
-        self.table.iter().any(|segment| segment.state == State::Writing)
+        self.table[self.own.clone()].iter().any(|segment| segment.state == State::Writing)
     }
 
     /// The flight has arrived, with so many bytes of records. They are alive, all of them, until freed.
@@ -134,15 +208,23 @@ impl Segments {
         // Only a damaged slot could ask for more than there is.
         let bytes = bytes.min(found.live_bytes);
         found.live_bytes -= bytes;
+        let is_dead = found.live_bytes == 0 && matches!(found.state, State::Written { .. });
+        if !self.own.contains(&(segment as usize)) {
+            return false;
+        }
         self.live_bytes -= u64::from(bytes);
-        let is_free = found.live_bytes == 0 && matches!(found.state, State::Written { .. });
-        if is_free {
+        if is_dead {
             self.become_free(segment as usize);
         }
-        is_free
+        is_dead && self.table[segment as usize].state != State::Held
     }
 
+    /// Nothing is alive any more in a segment of this process's own part; it is free, unless a copy may read it.
     fn become_free(&mut self, segment: usize) {
+        if self.table[segment].flight <= self.held_until {
+            self.table[segment].state = State::Held;
+            return;
+        }
         self.table[segment].state = State::Free { filled: true };
         self.free += 1;
         self.filled_from = self.filled_from.min(segment);
@@ -167,10 +249,13 @@ impl Segments {
         let fits = |live: u64| live + live / 8 <= room && live * 16 <= whole * CLEANED_16THS;
         let worth = |segment: &Segment| {
             let live = u64::from(segment.live_bytes);
-            let can = segment.state == State::Written { stuck: false, chosen: false } && fits(live);
+            // What copies of the process may read stays in use, however little of it is wanted here: nothing is won by emptying it.
+            let is_held = segment.flight <= self.held_until;
+            let can = segment.state == State::Written { stuck: false, chosen: false } && fits(live) && !is_held;
             can.then(|| (whole - live) * (self.flights - segment.flight + 1) / (whole + live))
         };
-        let worths = self.table.iter().enumerate().filter_map(|(at, segment)| Some((worth(segment)?, at)));
+        let own = self.own.clone().zip(&self.table[self.own.clone()]);
+        let worths = own.filter_map(|(at, segment)| Some((worth(segment)?, at)));
         let (_, best) = worths.max()?;
         self.table[best].state = State::Written { stuck: false, chosen: true };
         self.any_chosen = true;
@@ -190,7 +275,7 @@ impl Segments {
         if !core::mem::take(&mut self.any_chosen) {
             return;
         }
-        for segment in &mut self.table {
+        for segment in &mut self.table[self.own.clone()] {
             if let State::Written { chosen, .. } = &mut segment.state {
                 *chosen = false;
             }
@@ -201,10 +286,11 @@ impl Segments {
     /// first ones, so that the end of a file empties.
     pub fn next_to_punch(&mut self, kept: usize) -> Option<Begun> {
         let filled = |segment: &Segment| segment.state == State::Free { filled: true };
-        if self.table.iter().filter(|segment| filled(segment)).count() <= kept {
+        let own = &self.table[self.own.clone()];
+        if own.iter().filter(|segment| filled(segment)).count() <= kept {
             return None;
         }
-        let last = self.table.iter().rposition(filled)?;
+        let last = self.own.start + own.iter().rposition(filled)?;
         self.table[last].state = State::Writing;
         self.free -= 1;
         Some(Begun { segment: last as u32, flight: self.table[last].flight })
@@ -212,13 +298,14 @@ impl Segments {
 
     /// It was punched.
     pub fn punched(&mut self, begun: Begun) {
-        self.become_free(begun.segment as usize);
         self.table[begun.segment as usize].state = State::Free { filled: false };
+        self.free += 1;
+        self.free_from = self.free_from.min(begun.segment as usize);
     }
 
     /// The bytes now; what only the backing knows is left out.
     pub fn stats(&self) -> BackingStats {
-        let capacity_bytes = self.table.len() as u64 * self.segment_bytes;
+        let capacity_bytes = self.own.len() as u64 * self.segment_bytes;
         let free_bytes = self.free as u64 * self.segment_bytes;
         BackingStats {
             capacity_bytes,
@@ -236,6 +323,10 @@ mod tests {
 
     const WHOLE: u64 = 1 << 20;
 
+    fn segments(count: u32) -> Segments {
+        Segments::new(count, WHOLE, 1).unwrap()
+    }
+
     fn written(segments: &mut Segments, live: u32) -> Begun {
         let begun = segments.begin(0).unwrap();
         segments.arrived(begun, live);
@@ -244,7 +335,7 @@ mod tests {
 
     #[test]
     fn live_and_free_bytes_add_up_through_a_life() {
-        let mut segments = Segments::new(4, WHOLE);
+        let mut segments = segments(4);
         let first = written(&mut segments, 1000);
         let second = segments.begin(0).unwrap();
         assert_eq!((second.segment, second.flight), (1, 2));
@@ -262,7 +353,7 @@ mod tests {
 
     #[test]
     fn room_that_is_taken_already_is_used_first_and_spares_are_kept() {
-        let mut segments = Segments::new(4, WHOLE);
+        let mut segments = segments(4);
         let [_, second, _] = [7, 7, 7].map(|live| written(&mut segments, live));
         segments.free_record(second.segment, 7);
         let again = segments.begin(1).unwrap();
@@ -274,7 +365,7 @@ mod tests {
 
     #[test]
     fn what_is_cleaned_is_what_pays() {
-        let mut segments = Segments::new(200, WHOLE);
+        let mut segments = segments(200);
         let old_and_half = written(&mut segments, (WHOLE / 2) as u32);
         (0..80).for_each(|_| _ = written(&mut segments, WHOLE as u32));
         let young_and_a_fifth = written(&mut segments, (WHOLE / 5) as u32);
@@ -291,7 +382,7 @@ mod tests {
 
     #[test]
     fn the_last_free_segments_are_punched_first() {
-        let mut segments = Segments::new(4, WHOLE);
+        let mut segments = segments(4);
         for begun in [1, 2, 3].map(|live| written(&mut segments, live)) {
             segments.free_record(begun.segment, 3);
         }

@@ -67,7 +67,7 @@ pub(crate) struct Dictionary {
 
 impl Dictionary {
     fn digest(bytes: &[u8], level: i8) -> Result<Dictionary, StoreError> {
-        let parameters = parameters(level, bytes.len());
+        let parameters = parameters(level, PAGE_SIZE, bytes.len());
         let by_copy = sys::ZSTD_dictLoadMethod_e::ZSTD_dlm_byCopy;
         // SAFETY: arithmetic on values.
         let (compression_bytes, decompression_bytes) = unsafe {

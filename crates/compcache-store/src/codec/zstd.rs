@@ -30,10 +30,10 @@ pub(crate) fn is_level(level: i8) -> bool {
     (LEVEL_MIN..=LEVEL_MAX).contains(&level) && level != 0
 }
 
-/// What a level means for pages, with a dictionary of `dictionary_bytes`.
-pub(super) fn parameters(level: i8, dictionary_bytes: usize) -> sys::ZSTD_compressionParameters {
+/// What a level means for units of `unit_bytes`, with a dictionary of `dictionary_bytes`.
+pub(super) fn parameters(level: i8, unit_bytes: usize, dictionary_bytes: usize) -> sys::ZSTD_compressionParameters {
     // SAFETY: reads tables of the library, no pointer is passed.
-    unsafe { sys::ZSTD_getCParams(c_int::from(level), PAGE_SIZE as u64, dictionary_bytes) }
+    unsafe { sys::ZSTD_getCParams(c_int::from(level), unit_bytes as u64, dictionary_bytes) }
 }
 
 /// What the compression context is set to.
@@ -55,9 +55,9 @@ pub(crate) struct Zstd {
 // SAFETY: the contexts lie in `memory`, which moves with them, and have no tie to a thread.
 unsafe impl Send for Zstd {}
 
-fn compressor_bytes() -> usize {
+fn compressor_bytes(unit_bytes: usize) -> usize {
     let levels = (LEVEL_MIN..=LEVEL_MAX).filter(|level| is_level(*level));
-    let sizes = levels.flat_map(|level| [0, DICTIONARY_BYTES_MAX].map(|bytes| parameters(level, bytes)));
+    let sizes = levels.flat_map(|level| [0, DICTIONARY_BYTES_MAX].map(|bytes| parameters(level, unit_bytes, bytes)));
     // SAFETY: arithmetic on values.
     sizes.map(|p| unsafe { sys::ZSTD_estimateCCtxSize_usingCParams(p) }).max().unwrap_or(0)
 }
@@ -68,8 +68,9 @@ fn is_error(code: usize) -> bool {
 }
 
 impl Zstd {
-    pub fn new() -> Result<Zstd, StoreError> {
-        let compressor_bytes = compressor_bytes().next_multiple_of(PAGE_SIZE);
+    /// Contexts for compressing units of `unit_bytes`, and for decoding units of any size.
+    pub fn new(unit_bytes: usize) -> Result<Zstd, StoreError> {
+        let compressor_bytes = compressor_bytes(unit_bytes).next_multiple_of(PAGE_SIZE);
         // SAFETY: arithmetic.
         let decompressor_bytes = unsafe { sys::ZSTD_estimateDCtxSize() }.next_multiple_of(PAGE_SIZE);
         let memory = Region::reserve(compressor_bytes + decompressor_bytes, PAGE_SIZE, false)?;
@@ -96,13 +97,13 @@ impl Zstd {
         Ok(Zstd { memory, compressor, decompressor, setting: Setting::Nothing })
     }
 
-    /// Compresses `page` into `output` at `level` and returns the length.
-    pub fn compress(&mut self, level: i8, page: &Page, output: &mut [u8]) -> Result<usize, StoreError> {
+    /// Compresses `unit` into `output` at `level` and returns the length.
+    pub fn compress(&mut self, level: i8, unit: &[u8], output: &mut [u8]) -> Result<usize, StoreError> {
         if self.setting != Setting::Level(level) {
             self.set_up(level)?;
             self.setting = Setting::Level(level);
         }
-        self.run(page, output)
+        self.run(unit, output)
     }
 
     /// Compresses `page` into `output` with a dictionary and returns the length.
@@ -129,13 +130,19 @@ impl Zstd {
     /// Decodes `object` into `page`; `false` if it is not a page.
     #[must_use]
     pub fn decompress(&mut self, object: &[u8], page: &mut Page) -> bool {
-        self.decode(core::ptr::null(), object, page)
+        self.decode(core::ptr::null(), object, page) == PAGE_SIZE
+    }
+
+    /// Decodes a frame that is as long as `units` or shorter into the start of it, and returns the length; `None` if it is not.
+    pub fn decompress_group(&mut self, frame: &[u8], units: &mut [u8]) -> Option<usize> {
+        let length = self.decode(core::ptr::null(), frame, units);
+        (!is_error(length)).then_some(length)
     }
 
     /// As [`Zstd::decompress`], for an object made with `dictionary`.
     #[must_use]
     pub fn decompress_with(&mut self, dictionary: &Dictionary, object: &[u8], page: &mut Page) -> bool {
-        self.decode(dictionary.decompression(), object, page)
+        self.decode(dictionary.decompression(), object, page) == PAGE_SIZE
     }
 
     /// The address range of the contexts.
@@ -165,15 +172,15 @@ impl Zstd {
         Ok(())
     }
 
-    fn run(&mut self, page: &Page, output: &mut [u8]) -> Result<usize, StoreError> {
+    fn run(&mut self, unit: &[u8], output: &mut [u8]) -> Result<usize, StoreError> {
         // SAFETY: the context is ours; both buffers are passed with their lengths.
         let length = unsafe {
             sys::ZSTD_compress2(
                 self.compressor.as_ptr(),
                 output.as_mut_ptr().cast::<c_void>(),
                 output.len(),
-                page.as_ptr().cast::<c_void>(),
-                PAGE_SIZE,
+                unit.as_ptr().cast::<c_void>(),
+                unit.len(),
             )
         };
         if is_error(length) {
@@ -183,19 +190,19 @@ impl Zstd {
         Ok(length)
     }
 
-    fn decode(&mut self, dictionary: *const sys::ZSTD_DDict, object: &[u8], page: &mut Page) -> bool {
+    /// What the library says: a length, or an error.
+    fn decode(&mut self, dictionary: *const sys::ZSTD_DDict, object: &[u8], output: &mut [u8]) -> usize {
         // SAFETY: the context is ours, the dictionary null or kept by the store, both buffers passed with their lengths.
         // The decoder bounds itself by them whatever the bytes are.
-        let length = unsafe {
+        unsafe {
             sys::ZSTD_decompress_usingDDict(
                 self.decompressor.as_ptr(),
-                page.as_mut_ptr().cast::<c_void>(),
-                PAGE_SIZE,
+                output.as_mut_ptr().cast::<c_void>(),
+                output.len(),
                 object.as_ptr().cast::<c_void>(),
                 object.len(),
                 dictionary,
             )
-        };
-        length == PAGE_SIZE
+        }
     }
 }

@@ -18,11 +18,11 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::Pool;
-use crate::backing::Fetcher;
+use crate::backing::{Fetcher, Record};
 use crate::error::StoreError;
 use crate::page::{Page, PageIndex};
 use crate::pool::Read;
-use crate::reclaim::UNTIL_PERCENT;
+use crate::reclaim::{ABOVE_PERCENT, GAP_PERCENT};
 use crate::slot::Slot;
 use crate::table::SlotGuard;
 use crate::worker::Worker;
@@ -40,6 +40,52 @@ impl Pool {
         page: &mut Page,
     ) -> Result<Read, StoreError> {
         self.fetch_from(worker, fetcher, index, page, false)
+    }
+
+    /// Where the page is, if it is on the backing: for a thread that reads it without the pool, while this one goes on.
+    pub fn record_of(&self, worker: &mut Worker, index: PageIndex) -> Option<Record> {
+        let guard = self.core.tree.lock(&self.store.tables, index, &mut worker.leaf)?;
+        match guard.get() {
+            Slot::OnBacking(sealed) => Some(Record(sealed)),
+            _ => None,
+        }
+    }
+
+    /// Reads the page from what [`Backing::fetch`](crate::Backing::fetch) has read for it. `None`, and nothing done, if that is not where the page
+    /// is now. The page stays where it is, and counts as used now.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`].
+    pub fn open_fetched(
+        &self,
+        worker: &mut Worker,
+        fetcher: &mut Fetcher,
+        index: PageIndex,
+        page: &mut Page,
+    ) -> Option<Result<(), StoreError>> {
+        let sealed = fetcher.holds?;
+        let mut guard = self.core.tree.lock(&self.store.tables, index, &mut worker.leaf)?;
+        // A record is never changed, and no other has the same place and flight: if the slot says the same as before the
+        // reading, what was read is what it means.
+        if guard.get() != Slot::OnBacking(sealed) {
+            return None;
+        }
+        fetcher.holds = None;
+        let object = self.core.backing.as_ref().and_then(|backing| backing.open(sealed, self.core.serial(), fetcher));
+        let decoded = object.is_some_and(|object| self.decode_bytes(worker, sealed.codec, object, page));
+        let shard = self.core.counters.shard(worker.number);
+        match decoded {
+            true => {
+                guard.touch(self.store.age());
+                shard.bd_reads.fetch_add(1, Relaxed);
+                Some(Ok(()))
+            }
+            false => {
+                shard.bd_failed.fetch_add(1, Relaxed);
+                shard.failed_reads.fetch_add(1, Relaxed);
+                Some(Err(StoreError::Corrupt { index }))
+            }
+        }
     }
 
     /// As [`Pool::take`], and waits for the backing if the page is there.
@@ -122,14 +168,23 @@ impl Pool {
         Some(Ok(Read::Done))
     }
 
+    /// Whether so little is used, here and in the store, that reclaim would end.
+    pub(super) fn has_memory_to_spare(&self) -> bool {
+        let until_percent = match &self.core.backing {
+            Some(backing) => backing.until_percent(),
+            None => (ABOVE_PERCENT - GAP_PERCENT).into(),
+        };
+        !self.store.budget.is_above(until_percent) && !self.core.is_above(until_percent)
+    }
+
     /// The page was used now; if memory is to spare, its object is in memory from now on.
     fn keep_in_memory(&self, worker: &mut Worker, mut guard: SlotGuard<'_>, object: &[u8]) {
         guard.touch(self.store.age());
         let Slot::OnBacking(sealed) = guard.get() else { return };
-        let budget = &self.store.budget;
-        if budget.is_above(UNTIL_PERCENT) || self.core.is_above(UNTIL_PERCENT) {
+        if !self.has_memory_to_spare() {
             return;
         }
+        let budget = &self.store.budget;
         if budget.admit(&mut worker.credit).is_ok()
             && let Ok(_reservation) = self.core.reserve()
         {

@@ -14,7 +14,8 @@ impl Pool {
     ///
     /// # Safety
     /// Only in the child of a fork, by its only thread, and if no thread of the parent was doing anything with the store
-    /// at the moment of the copy but reading this one page.
+    /// at the moment of the copy but reading this one page, and no pool of the store was ever recompressed: to read a page of a
+    /// group takes more locks.
     pub unsafe fn free_reader_after_fork(&self, index: PageIndex) {
         if let Some(meta) = self.core.tree.meta(&self.store.tables, index) {
             meta.fetch_and(!(slot::LOCKED | slot::WAITERS), Relaxed);

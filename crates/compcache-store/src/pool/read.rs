@@ -8,7 +8,7 @@ use crate::checksum;
 use crate::codec::CodecId;
 use crate::error::StoreError;
 use crate::page::{self, Page, PageIndex};
-use crate::slot::{Object, Slot};
+use crate::slot::{Member, Object, Slot};
 use crate::table::SlotGuard;
 use crate::worker::Worker;
 
@@ -97,8 +97,8 @@ impl Pool {
             Slot::OnBacking(sealed) => return Ok(Read::OnBacking(Extent::of(&sealed))),
             Slot::Damaged => return Err(StoreError::Corrupt { index }),
             Slot::SameFilled { word } => page::fill(page, word),
-            Slot::Stored(object) => {
-                if !self.decode(worker, &guard, &object, page) {
+            Slot::Stored(_) | Slot::Grouped(_) => {
+                if !self.decode(worker, &guard, page) {
                     return Err(StoreError::Corrupt { index });
                 }
             }
@@ -108,8 +108,21 @@ impl Pool {
             self.core.note_emptied();
         } else {
             guard.touch(store.age());
+            if let Slot::Grouped(member) = guard.get() {
+                self.used_in_group(worker, guard, member, page);
+            }
         }
         Ok(Read::Done)
+    }
+
+    /// A page of a group was read: the second time, it leaves the group, if memory is to spare.
+    fn used_in_group(&self, worker: &mut Worker, mut guard: SlotGuard<'_>, member: Member, page: &Page) {
+        if !member.read_once {
+            guard.set(Slot::Grouped(Member { read_once: true, ..member }), self.store.age());
+        } else if self.has_memory_to_spare() {
+            // If there is no place for it, it stays where it is.
+            let _ = self.leave_group(worker, guard, page);
+        }
     }
 
     /// Locks the slot of a page whose object is about to be decoded; `None` if it has none.
@@ -129,9 +142,19 @@ impl Pool {
         (checksum::of(bytes, object.codec) == object.checksum).then_some(bytes)
     }
 
-    /// Decodes an object into `page`, after its checksum says that it is what was stored.
-    fn decode(&self, worker: &mut Worker, guard: &SlotGuard<'_>, object: &Object, page: &mut Page) -> bool {
-        self.checked_bytes(guard, object).is_some_and(|bytes| self.decode_bytes(worker, object.codec, bytes, page))
+    /// Decodes what the slot leads to in the arena into `page`, if its checksum says that it is what was stored.
+    pub(super) fn decode(&self, worker: &mut Worker, guard: &SlotGuard<'_>, page: &mut Page) -> bool {
+        match guard.get() {
+            Slot::Stored(object) => {
+                let bytes = self.checked_bytes(guard, &object);
+                bytes.is_some_and(|bytes| self.decode_bytes(worker, object.codec, bytes, page))
+            }
+            Slot::Grouped(member) => {
+                let Worker { opened, codecs, .. } = worker;
+                opened.page(&self.store, codecs, &member).map(|there| *page = *there).is_some()
+            }
+            _ => false,
+        }
     }
 
     /// Decodes the bytes of an object that were checked.

@@ -70,7 +70,7 @@ impl Pool {
             }
             Change::Patch(id, bytes) if bytes.len() <= COMPRESSED_MAX => {
                 let length = bytes.len() as u16;
-                store.budget.admit(&mut worker.credit).ok()?;
+                store.admit(&mut worker.credit).ok()?;
                 let _reservation = self.core.reserve().ok()?;
                 self.place(guard, Some(id), bytes, &mut worker.credit, worker.number).ok()?;
                 Some(Rewritten::Patched { bytes: length })

@@ -133,9 +133,12 @@ impl Pool {
             return Ok(Written::SameFilled);
         }
         // Room first, work second.
-        match store.budget.admit(&mut worker.credit).and_then(|()| self.core.reserve()) {
-            Ok(_reservation) => self.write_object(worker, index, page),
-            Err(refused) => self.write_in_place(worker, index, page, refused),
+        let admitted = store.admit(&mut worker.credit).and_then(|()| self.core.reserve());
+        match admitted.and_then(|_reservation| self.write_object(worker, index, page)) {
+            Err(refused @ (StoreError::LimitReached { .. } | StoreError::MemoryRefused { .. })) => {
+                self.write_in_place(worker, index, page, refused)
+            }
+            written => written,
         }
     }
 
@@ -211,7 +214,7 @@ impl Pool {
 }
 
 /// Whether the page is kept as compressed or as it is.
-fn form<'b>(id: CodecId, compressed: &'b [u8], page: &'b Page) -> (Option<CodecId>, &'b [u8], Written) {
+pub(crate) fn form<'b>(id: CodecId, compressed: &'b [u8], page: &'b Page) -> (Option<CodecId>, &'b [u8], Written) {
     if compressed.len() > COMPRESSED_MAX {
         (None, page, Written::Raw)
     } else {

@@ -3,24 +3,27 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use compcache_block::BelowStats;
+use compcache_cache::CacheStats;
 use compcache_store::{TABLE, Unit};
 
-use crate::control::{DiskState, Durations};
+use crate::control::{DiskState, Durations, OriginState};
 use crate::size::Shown;
 
-const COLUMNS: [&str; 9] = ["NAME", "DISKSIZE", "DATA", "COMPR", "ALGORITHM", "TOTAL", "RATIO", "MOUNTPOINT", "DEVICE"];
+const COLUMNS: [&str; 10] =
+    ["NAME", "DISKSIZE", "DATA", "COMPR", "ALGORITHM", "TOTAL", "RATIO", "HITS", "MOUNTPOINT", "DEVICE"];
 
-/// The disks in the manner of zramctl.
+/// The disks in the manner of zramctl. A disk with an origin has hits: reads that were found in memory.
 pub fn list(disks: &[DiskState], mounts: &BTreeMap<String, String>) -> String {
-    let rows: Vec<[String; 9]> = disks.iter().map(|disk| row(disk, mounts)).collect();
+    let rows: Vec<[String; COLUMNS.len()]> = disks.iter().map(|disk| row(disk, mounts)).collect();
     let width = |column: usize| {
         rows.iter().map(|row| row[column].len()).chain([COLUMNS[column].len()]).max().unwrap_or_default()
     };
-    let widths: [usize; 9] = std::array::from_fn(width);
+    let widths: [usize; COLUMNS.len()] = std::array::from_fn(width);
     let mut text = String::new();
     for row in [COLUMNS.map(str::to_owned)].iter().chain(&rows) {
         let cells = row.iter().zip(widths).enumerate().map(|(column, (cell, width))| match column {
-            1..=3 | 5 | 6 => format!("{cell:>width$}"),
+            1..=3 | 5..=7 => format!("{cell:>width$}"),
             _ => format!("{cell:<width$}"),
         });
         text += cells.collect::<Vec<_>>().join(" ").trim_end();
@@ -29,7 +32,7 @@ pub fn list(disks: &[DiskState], mounts: &BTreeMap<String, String>) -> String {
     text
 }
 
-fn row(disk: &DiskState, mounts: &BTreeMap<String, String>) -> [String; 9] {
+fn row(disk: &DiskState, mounts: &BTreeMap<String, String>) -> [String; COLUMNS.len()] {
     // No blanks within a cell, for `awk`.
     let bytes = |name: &str| Shown(disk.stat(name)).to_string().replace(' ', "");
     [
@@ -40,6 +43,7 @@ fn row(disk: &DiskState, mounts: &BTreeMap<String, String>) -> [String; 9] {
         disk.codec.clone(),
         bytes("mem_used_total"),
         ratio(disk).map_or_else(|| "-".into(), |ratio| format!("{ratio:.2}")),
+        disk.origin.as_ref().map_or_else(|| "-".into(), |_| format!("{}%", disk.stat("hit_percent"))),
         mounts.get(&disk.at).cloned().unwrap_or_else(|| "-".into()),
         disk.at.clone(),
     ]
@@ -54,11 +58,21 @@ fn ratio(disk: &DiskState) -> Option<f64> {
 /// Every statistic with its meaning, and how long reads and writes took.
 pub fn show(disk: &DiskState) -> String {
     let mut text = format!("{}\n  at                {}\n  codec             {}\n", disk.name, disk.at, disk.codec);
+    if let Some(of) = &disk.origin {
+        return text + &shown_over(disk, of);
+    }
+    if !matches!(disk.recompress.as_str(), "" | "none") {
+        let after_s = disk.recompress_after_ms as f64 / 1000.0;
+        let _ = writeln!(text, "  recompress        {}, what was not used for {after_s} s", disk.recompress);
+    }
     if let Some(of) = &disk.backing {
         let [capacity, live, dead, free] =
             [of.capacity_bytes, of.live_bytes, of.dead_bytes, of.free_bytes].map(|bytes| Shown(bytes).to_string());
         let _ = writeln!(text, "  backing           {}: {}", of.path.display(), of.health);
         let _ = writeln!(text, "  backing room      {capacity}: {live} in use, {dead} to be cleaned, {free} free");
+        if let Some(percent) = of.above_percent {
+            let _ = writeln!(text, "  backing begins    above {percent} % of a limit");
+        }
         let _ = writeln!(
             text,
             "  backing errors    writes {}, reads {}, not what was written {}",
@@ -78,6 +92,34 @@ pub fn show(disk: &DiskState) -> String {
     text += "\n  latency, us        count        min        avg        p50        p99        max\n";
     text += &latency("reads", &disk.latency.reads);
     text += &latency("writes", &disk.latency.writes);
+    text
+}
+
+/// What is known of a disk with an origin.
+fn shown_over(disk: &DiskState, of: &OriginState) -> String {
+    let mut text = format!("  origin            {}\n", of.path.display());
+    if !of.is_direct {
+        text += "                    its file system has no direct input and output: the page cache holds a part of it, too\n";
+    }
+    if of.left_out_bytes > 0 {
+        let _ = writeln!(
+            text,
+            "                    its last {} bytes are no whole block, and not shown",
+            of.left_out_bytes
+        );
+    }
+    let _ = writeln!(text, "  {:<17} {:<12} Size of the disk.", "disksize", Shown(disk.stat("disksize")).to_string());
+    // The cache's files are pieces of the origin, and say nothing to anybody.
+    let cache = CacheStats::TABLE.iter().map(|row| (row.0, row.2)).filter(|(name, _)| *name != "files");
+    for (name, meaning) in cache.chain(BelowStats::TABLE.iter().map(|row| (row.0, row.2))) {
+        let value = disk.stat(name);
+        let shown = match name {
+            "orig_data_size" | "compr_data_size" | "mem_used_total" | "memlimit" => Shown(value).to_string(),
+            "hit_percent" => format!("{value} %"),
+            _ => value.to_string(),
+        };
+        let _ = writeln!(text, "  {name:<17} {shown:<12} {meaning}");
+    }
     text
 }
 
@@ -115,7 +157,10 @@ mod tests {
             at: at.into(),
             codec: "lz4".into(),
             for_swap: false,
+            recompress: "zstd:3".into(),
+            recompress_after_ms: 60_000,
             backing: None,
+            origin: None,
             stats: stats.iter().map(|&(name, value)| (name.to_owned(), value)).collect(),
             latency: Default::default(),
         }
@@ -129,8 +174,8 @@ mod tests {
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(lines[0], COLUMNS);
         assert_eq!(lines[1][..2], ["a", "4.0GiB"]);
-        assert_eq!(lines[1][lines[1].len() - 3..], ["3.00", "/mnt/x", "/dev/loop7"]);
-        assert_eq!(lines[2][lines[2].len() - 3..], ["-", "-", "nbd://localhost"]);
+        assert_eq!(lines[1][lines[1].len() - 4..], ["3.00", "-", "/mnt/x", "/dev/loop7"]);
+        assert_eq!(lines[2][lines[2].len() - 4..], ["-", "-", "-", "nbd://localhost"]);
     }
 
     #[test]

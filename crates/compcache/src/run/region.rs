@@ -23,6 +23,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::cli::Codec;
 use crate::run::limits::Limits;
+use crate::run::spill::SpillPlace;
 use mapping::Mapping;
 
 const PREFIX: &str = "compcache-run-";
@@ -47,7 +48,12 @@ pub struct TreeRegion {
 
 impl TreeRegion {
     /// Creates the region, and fills in what the pagers are to do.
-    pub fn create(limits: &Limits, codec: Codec, eviction: EvictionWay) -> anyhow::Result<Self> {
+    pub fn create(
+        limits: &Limits,
+        spill: Option<&SpillPlace>,
+        codec: Codec,
+        eviction: EvictionWay,
+    ) -> anyhow::Result<Self> {
         let tree = Self::create_somewhere()?;
         let header = &tree.region().header;
         header.version.store(shared::VERSION, Relaxed);
@@ -56,6 +62,7 @@ impl TreeRegion {
         header.codec_level.store(codec.level as u32, Relaxed);
         header.ram_limit_bytes.store(limits.ram_bytes, Relaxed);
         header.resident_limit_bytes.store(limits.resident_bytes, Relaxed);
+        header.spill_max_bytes.store(spill.map_or(0, |spill| spill.max_bytes), Relaxed);
         header.magic.store(shared::MAGIC, Relaxed);
         Ok(tree)
     }

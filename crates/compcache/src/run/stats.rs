@@ -66,6 +66,18 @@ pub struct Stats {
     pub readahead_pages: u64,
     /// Of those, the ones that saved a fault.
     pub readahead_hits: u64,
+    /// Pages in spill files, and not in the pool.
+    pub spilled_pages: u64,
+    /// The most of them at a time.
+    pub spilled_pages_peak: u64,
+    /// Bytes of spill files in use.
+    pub spill_bytes: u64,
+    /// The most of them at a time.
+    pub spill_peak_bytes: u64,
+    /// Pages written to spill files.
+    pub spill_written_pages: u64,
+    /// Pages read from them.
+    pub spill_read_pages: u64,
     /// Median of the time a fault took in the pager.
     pub fault_p50_ns: u64,
     /// 99 of 100 faults took no longer.
@@ -117,6 +129,12 @@ impl Stats {
             patched_pages: sum(|counters| &counters.patched_pages),
             readahead_pages: sum(|counters| &counters.readahead_pages),
             readahead_hits: sum(|counters| &counters.readahead_hits),
+            spilled_pages: now.spilled_pages,
+            spilled_pages_peak: header.spilled_pages_peak.load(Relaxed),
+            spill_bytes: now.spill_bytes,
+            spill_peak_bytes: header.spill_peak_bytes.load(Relaxed),
+            spill_written_pages: sum(|counters| &counters.spill_written_pages),
+            spill_read_pages: sum(|counters| &counters.spill_read_pages),
             fault_p50_ns: quantile_ns(&faults_of, 0.50),
             fault_p99_ns: quantile_ns(&faults_of, 0.99),
             wall_s: wall.as_secs_f64(),

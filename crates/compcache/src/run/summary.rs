@@ -92,6 +92,12 @@ fn write_screen(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
     )?;
     let hits = percent(stats.readahead_hits, stats.readahead_pages);
     row(out, "read-ahead", format!("{} pages, {hits} were hits", count(stats.readahead_pages)))?;
+    if stats.spill_written_pages != 0 {
+        let (peak, written, read) = (stats.spill_peak_bytes, stats.spill_written_pages, stats.spill_read_pages);
+        let pages = format!("{} pages at peak", count(stats.spilled_pages_peak));
+        let moved = format!("{} pages written, {} read", count(written), count(read));
+        row(out, "spill", format!("{} for {pages}, {moved}", Shown(peak)))?;
+    }
     row(out, "processes", format!("{}, each exec counted", count(stats.processes_total)))
 }
 
@@ -107,7 +113,8 @@ fn write_growth(out: &mut String, stats: &Stats) -> fmt::Result {
         };
         writeln!(out, "  over --ram by {over}: {why}. Nothing was lost.")?;
         let enough = (total + total / 10).next_multiple_of(1 << 20) >> 20;
-        writeln!(out, "  What would help: --ram {enough}M or more, or --codec zstd (smaller, slower).")?;
+        let spill = if stats.spill_written_pages == 0 { ", --spill DIR," } else { "" };
+        writeln!(out, "  What would help: --ram {enough}M or more{spill} or --codec zstd (smaller, slower).")?;
     } else if let Some(over) = over(total, ram, NOTED_SHARE) {
         writeln!(out, "  over --ram by {over} for a moment, which is within its gap of a tenth.")?;
     }
@@ -181,6 +188,10 @@ mod tests {
             mem_used_at_peak_bytes: 104 * MIB,
             faults: 1_234_567,
             evicted_pages: 2_000_000,
+            spill_written_pages: 5_000,
+            spill_read_pages: 1_200,
+            spilled_pages_peak: 4_000,
+            spill_peak_bytes: 12 * MIB,
             readahead_pages: 100,
             readahead_hits: 97,
             fault_p50_ns: 7_100,
@@ -192,7 +203,15 @@ mod tests {
     #[test]
     fn a_run_within_its_limit_fits_one_screen() {
         let text = render(&stats(), "sort");
-        for part in ["ratio             11.80", "1 234 567", "1.1 GiB", "97 %", "p50 7.1 us, p99 1.2 ms", "512.0 MiB"] {
+        for part in [
+            "ratio             11.80",
+            "1 234 567",
+            "1.1 GiB",
+            "97 %",
+            "12.0 MiB for 4 000 pages at peak, 5 000 pages written, 1 200 read",
+            "p50 7.1 us, p99 1.2 ms",
+            "512.0 MiB",
+        ] {
             assert!(text.contains(part), "{part} is not in\n{text}");
         }
         assert!(!text.contains("would help"), "{text}");

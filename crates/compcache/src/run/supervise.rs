@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use compcache_pager::shared::{ENV_REGION, Region};
+use compcache_pager::shared::{ENV_REGION, ENV_SPILL, Region};
 use rustix::process::{
     DumpableBehavior, Pid, Resource, Rlimit, Signal, WaitOptions, WaitStatus, getpid, kill_process,
     set_dumpable_behavior, setrlimit, waitpid,
@@ -16,6 +16,7 @@ use crate::run::failure::Failure;
 use crate::run::preflight::Ready;
 use crate::run::region::TreeRegion;
 use crate::run::signals::Signals;
+use crate::run::spill::{SpillPlace, Told};
 use crate::run::stats::{Stats, StatsFile};
 
 /// Between two looks at the region.
@@ -59,6 +60,7 @@ pub struct Run<'a> {
     signals: Signals,
     region: &'a Region,
     stats: Option<StatsFile>,
+    spill_told: Told,
     started: Instant,
 }
 
@@ -68,11 +70,17 @@ impl<'a> Run<'a> {
         ready: &Ready,
         program: &[OsString],
         region: &'a TreeRegion,
+        spill: Option<&SpillPlace>,
         stats: Option<StatsFile>,
     ) -> Result<Self, Failure> {
         let signals = Signals::catch().context("cannot catch signals")?;
         let started = Instant::now();
-        let child = Command::new(&ready.program)
+        let mut command = Command::new(&ready.program);
+        match spill {
+            Some(spill) => command.env(ENV_SPILL, &spill.dir),
+            None => command.env_remove(ENV_SPILL),
+        };
+        let child = command
             .arg0(&program[0])
             .args(&program[1..])
             .env(ENV_REGION, region.file())
@@ -80,7 +88,7 @@ impl<'a> Run<'a> {
             .spawn()
             .map_err(|error| cannot_start(ready, error))?;
         let program = Pid::from_raw(child.id() as i32).context("the program has no process id")?;
-        Ok(Self { program, signals, region: region.region(), stats, started })
+        Ok(Self { program, signals, region: region.region(), stats, spill_told: Told::default(), started })
     }
 
     /// Passes signals on and keeps the statistics until the program ends.
@@ -89,6 +97,7 @@ impl<'a> Run<'a> {
         for tick in 0.. {
             self.region.retire_dead();
             self.region.totals();
+            self.spill_told.tell(self.region);
             if tick % TICKS_A_WRITE == 0
                 && let Some(file) = &mut self.stats
             {
@@ -114,6 +123,7 @@ impl<'a> Run<'a> {
     /// The statistics at the end, written to their file too.
     pub fn finish(mut self, outcome: Outcome) -> Stats {
         self.region.retire_dead();
+        self.spill_told.tell(self.region);
         let stats = Stats::gather(self.region, self.started.elapsed(), Some(outcome));
         if let Some(file) = &mut self.stats {
             file.write(&stats);

@@ -21,11 +21,11 @@ use std::sync::{Arc, Weak};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
-use compcache_store::{Backing, BackingConfig, BackingStats, FileMedium, Health, Pool, Store, Worker};
+use anyhow::{Context, anyhow, bail};
+use compcache_store::{Backing, BackingConfig, BackingStats, FileMedium, Health, Leaving, Pool, Store, Worker};
 use rustix::fs::OFlags;
 
-use crate::control::{BackingState, BackingWanted};
+use crate::control::{BackingChange, BackingState, BackingWanted, Reply};
 use crate::kernel::clock_ns;
 use crate::run::say;
 use crate::size::Shown;
@@ -46,6 +46,8 @@ const BACKING_BYTES_MAX: u64 = 512 << 30;
 /// An age is over when so large a share of what is stored was read or written.
 const AGE_SHARE: u64 = 16;
 const AGE_LEAST_PAGES: u64 = 256;
+/// Where it can be said that blocks leave.
+const ABOVE_PERCENTS: std::ops::RangeInclusive<u8> = 10..=95;
 
 /// A backing, and its thread, which ends when this is dropped.
 pub struct DiskBacking {
@@ -108,6 +110,20 @@ impl DiskBacking {
         Ok(())
     }
 
+    /// Changes what can be changed while it is in use.
+    ///
+    /// # Errors
+    /// That makes no sense; nothing is changed.
+    pub fn change(&self, change: &BackingChange) -> anyhow::Result<()> {
+        if let Some(percent) = change.above_percent {
+            if !ABOVE_PERCENTS.contains(&percent) {
+                bail!("blocks can leave above 10% to 95% of a limit, not {percent}%");
+            }
+            self.backing.set_above_percent(percent);
+        }
+        Ok(())
+    }
+
     /// What is shown of it.
     pub fn state(&self) -> BackingState {
         let stats = self.backing.stats();
@@ -119,6 +135,7 @@ impl DiskBacking {
             live_bytes,
             dead_bytes,
             free_bytes,
+            above_percent: Some(self.backing.above_percent()),
             segments_written: stats.segments_written,
             records_moved: stats.records_moved,
             failed_writes: stats.failed_writes,
@@ -136,6 +153,32 @@ impl Drop for DiskBacking {
             thread.unpark();
         }
     }
+}
+
+/// Has blocks that take so much memory leave for the backing of `pool`, waiting as long as that takes; no more than there are now.
+///
+/// # Errors
+/// The backing takes no more; what has left until then is said.
+pub fn write_back(store: &Arc<Store>, pool: &Pool, bytes: u64, leaving: Leaving) -> anyhow::Result<Reply> {
+    let mut worker = Worker::new(store, clock_ns)?;
+    let bytes = bytes.min(pool.stats().mem_used_total);
+    let (mut blocks, mut left_bytes) = (0, 0);
+    while left_bytes < bytes {
+        let done = store
+            .write_back(&mut worker, pool, leaving)
+            .map_err(|error| anyhow!("{blocks} blocks have left, and no more can: {error}"))?;
+        blocks += done.pages as u64;
+        left_bytes += done.object_bytes;
+        if done.is_busy {
+            thread::sleep(BETWEEN_LOOKS);
+        } else if done.pages == 0 && done.finished {
+            break;
+        }
+    }
+    if left_bytes < bytes && pool.backing().is_some_and(|backing| backing.health() == Health::Full) {
+        bail!("{blocks} blocks have left, and no more can: the backing is full");
+    }
+    Ok(Reply::Reclaimed { blocks, bytes: left_bytes })
 }
 
 /// A file of our own, which has lost its name before anything is in it.

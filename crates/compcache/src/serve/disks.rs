@@ -1,21 +1,30 @@
 //! The disks of a server, by name.
 
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use compcache_block::{BLOCK_BYTES, BlockDevice, Disk};
-use compcache_store::{LatencySnapshot, PoolConfig, Store, TABLE};
+use compcache_store::{LatencySnapshot, Leaving, PoolConfig, Store, TABLE};
 
-use crate::cli::Codec;
-use crate::control::{BackingWanted, Change, Create, DiskState, Durations, Latencies, Reply, Request, Served};
-use crate::serve::backing::DiskBacking;
+use crate::cgroup;
+use crate::cli::{Codec, Recompress, RecompressLevel};
+use crate::control::{
+    BackingWanted, Change, Create, DiskState, Durations, Latencies, OriginWanted, Reply, Request, Served,
+};
+use crate::kernel::ram_bytes;
+use crate::serve::backing::{self, DiskBacking};
+use crate::serve::cold::{Cold, Done};
+use crate::serve::origin::DiskOrigin;
 use crate::serve::safe::Safety;
 use crate::serve::wire::Wire;
+use crate::size::Shown;
 
 const NAME_BYTES_MAX: usize = 32;
+const NOT_RECOMPRESSED: &str =
+    "blocks of a disk for swap, or with an origin, are not recompressed; leave them as they are (none)";
 
 /// All disks, and the store they share.
 pub struct Disks {
@@ -24,6 +33,7 @@ pub struct Disks {
     directory: PathBuf,
     disks: Mutex<Named>,
     safety: Safety,
+    cold: Arc<Cold>,
 }
 
 #[derive(Default)]
@@ -35,18 +45,51 @@ struct Named {
 
 /// A disk and what serves it.
 struct Attached {
-    disk: Arc<Disk>,
+    shows: Shows,
     codec: Codec,
+    recompress: Recompress,
     wire: Wire,
     for_swap: bool,
     /// Ends with the disk, after its wire.
     backing: Option<DiskBacking>,
 }
 
+/// What a disk's users see.
+enum Shows {
+    /// What they wrote, in a pool.
+    Pool(Arc<Disk>),
+    /// What is elsewhere.
+    Origin(DiskOrigin),
+}
+
+impl Named {
+    /// What the caches of disks with an origin may take.
+    fn cache_bytes(&self) -> u64 {
+        self.by_name
+            .values()
+            .map(|disk| if let Shows::Origin(origin) = &disk.shows { origin.memory_bytes() } else { 0 })
+            .sum()
+    }
+
+    /// The name that is wanted, or one that is free.
+    fn name_for(&self, wanted: Option<&str>) -> anyhow::Result<String> {
+        if self.ending {
+            bail!("the server is ending");
+        }
+        let is_free = |name: &String| !self.by_name.contains_key(name);
+        match wanted {
+            None => Ok((0..).map(|nth| format!("disk{nth}")).find(is_free).expect("endless")),
+            Some(name) => Some(checked_name(name)?.to_owned())
+                .filter(is_free)
+                .ok_or_else(|| anyhow!("there is a disk called {name} already; choose another name")),
+        }
+    }
+}
+
 impl Disks {
     /// No disks yet.
-    pub fn new(store: Arc<Store>, directory: PathBuf, safety: Safety) -> Self {
-        Self { store, directory, disks: Mutex::default(), safety }
+    pub fn new(store: Arc<Store>, directory: PathBuf, safety: Safety, cold: Arc<Cold>) -> Self {
+        Self { store, directory, disks: Mutex::default(), safety, cold }
     }
 
     /// Ends every disk, and lets no more be made.
@@ -76,19 +119,14 @@ impl Disks {
 
     fn create(&self, wanted: &Create, backing: Option<&BackingWanted>) -> anyhow::Result<DiskState> {
         let codec: Codec = wanted.codec.parse()?;
+        let untold = if wanted.for_swap { Recompress::NEVER } else { Recompress::DEFAULT };
+        let recompress = recompress(untold, wanted.recompress.as_deref(), wanted.recompress_after_ms)?;
+        if wanted.for_swap && recompress.level.is_some() {
+            bail!(NOT_RECOMPRESSED);
+        }
         refuse_no_size(wanted.size_bytes)?;
         let mut disks = self.lock();
-        if disks.ending {
-            bail!("the server is ending");
-        }
-        let disks = &mut disks.by_name;
-        let name = match &wanted.name {
-            Some(name) => checked_name(name)?.to_owned(),
-            None => (0..).map(|nth| format!("disk{nth}")).find(|name| !disks.contains_key(name)).expect("endless"),
-        };
-        let Entry::Vacant(place) = disks.entry(name.clone()) else {
-            bail!("there is a disk called {name} already; choose another name");
-        };
+        let name = disks.name_for(wanted.name.as_deref())?;
         let limit_bytes = wanted.limit_bytes.unwrap_or(u64::MAX);
         let config = PoolConfig { codec: codec.of_store(), limit_bytes };
         let mut backing = backing.map(|backing| DiskBacking::open(backing, wanted.size_bytes)).transpose()?;
@@ -107,7 +145,42 @@ impl Disks {
         }
         let wire = Wire::start(&name, disk.clone(), &wanted.at, &self.directory)?;
         self.safety.settle(&self.store);
-        Ok(place.insert(Attached { disk, codec, wire, for_swap: wanted.for_swap, backing }).state(&name))
+        self.cold.watch(disk.pool(), recompress, wanted.for_swap);
+        let shows = Shows::Pool(disk);
+        let attached = Attached { shows, codec, recompress, wire, for_swap: wanted.for_swap, backing };
+        let state = attached.state(&name);
+        disks.by_name.insert(name, attached);
+        Ok(state)
+    }
+
+    fn create_over(&self, wanted: &Create, origin: &OriginWanted) -> anyhow::Result<DiskState> {
+        let codec: Codec = wanted.codec.parse()?;
+        let mut disks = self.lock();
+        let name = disks.name_for(wanted.name.as_deref())?;
+        self.refuse_too_much(disks.cache_bytes(), origin.memory_bytes)?;
+        let own_devices: Vec<String> = disks.by_name.values().map(|disk| disk.wire.at()).collect();
+        let origin = DiskOrigin::open(origin, codec, &own_devices)?;
+        let wire = Wire::start(&name, origin.device(), &wanted.at, &self.directory)?;
+        let (shows, recompress) = (Shows::Origin(origin), Recompress::NEVER);
+        let attached = Attached { shows, codec, recompress, wire, for_swap: false, backing: None };
+        let state = attached.state(&name);
+        disks.by_name.insert(name, attached);
+        Ok(state)
+    }
+
+    /// A cache of `more_bytes` beside others of `cache_bytes`: with what other disks may take, no more than there is.
+    fn refuse_too_much(&self, cache_bytes: u64, more_bytes: u64) -> anyhow::Result<()> {
+        let here = cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes());
+        let taken = self.store.limit_bytes().saturating_add(cache_bytes);
+        if taken.saturating_add(more_bytes) > here {
+            bail!(
+                "a cache of {} is too large: other disks may take {} of {}; use less, or start the server with a smaller --memory",
+                Shown(more_bytes),
+                Shown(taken),
+                Shown(here)
+            );
+        }
+        Ok(())
     }
 
     fn list(&self) -> Vec<DiskState> {
@@ -115,21 +188,70 @@ impl Disks {
     }
 
     fn change(&self, change: &Change) -> anyhow::Result<DiskState> {
-        self.with(&change.name, |attached| {
-            // What can fail comes first.
-            let codec = change.codec.as_deref().map(str::parse::<Codec>).transpose()?;
-            if let Some(size_bytes) = change.size_bytes {
-                attached.resize(&change.name, size_bytes)?;
+        let mut disks = self.lock();
+        let cache_bytes = disks.cache_bytes();
+        let attached = disks.by_name.get_mut(&change.name).ok_or_else(|| no_such_disk(&change.name))?;
+        // What can fail comes first.
+        let codec = change.codec.as_deref().map(str::parse::<Codec>).transpose()?;
+        let recompress = recompress(attached.recompress, change.recompress.as_deref(), change.recompress_after_ms)?;
+        if recompress.level.is_some() && (attached.for_swap || matches!(attached.shows, Shows::Origin(_))) {
+            bail!(NOT_RECOMPRESSED);
+        }
+        let backing = match (&change.backing, &attached.backing) {
+            (Some(_), None) => bail!("disk {} has no backing; one is given to a disk when it is made", change.name),
+            (Some(change), Some(backing)) => Some((change, backing)),
+            (None, _) => None,
+        };
+        if let Some((change, backing)) = backing {
+            backing.change(change)?;
+        }
+        if let (Shows::Origin(origin), Some(limit_bytes)) = (&attached.shows, change.limit_bytes) {
+            if limit_bytes < u64::MAX {
+                self.refuse_too_much(cache_bytes - origin.memory_bytes(), limit_bytes)?;
             }
-            if let Some(codec) = codec {
-                attached.disk.pool().set_codec(codec.of_store())?;
-                attached.codec = codec;
+            origin.set_memory_bytes(limit_bytes)?;
+        }
+        if let Some(size_bytes) = change.size_bytes {
+            attached.resize(&change.name, size_bytes)?;
+        }
+        if let Some(codec) = codec {
+            match &attached.shows {
+                Shows::Pool(disk) => disk.pool().set_codec(codec.of_store())?,
+                Shows::Origin(origin) => origin.set_codec(codec)?,
             }
-            if let Some(limit_bytes) = change.limit_bytes {
-                attached.disk.pool().set_limit_bytes(limit_bytes);
+            attached.codec = codec;
+        }
+        if let Shows::Pool(disk) = &attached.shows {
+            self.cold.change(disk.pool(), recompress);
+            attached.recompress = recompress;
+        }
+        if let (Shows::Pool(disk), Some(limit_bytes)) = (&attached.shows, change.limit_bytes) {
+            disk.pool().set_limit_bytes(limit_bytes);
+        }
+        Ok(attached.state(&change.name))
+    }
+
+    /// Not under the lock: others are served meanwhile.
+    fn reclaim(&self, name: &str, bytes: Option<u64>, leaving: Leaving) -> anyhow::Result<Reply> {
+        let disk = self.with(name, |attached| {
+            if attached.backing.is_none() {
+                bail!("disk {name} has no backing that blocks could leave for; make a disk with --backing");
             }
-            Ok(attached.state(&change.name))
-        })
+            Ok(attached.pool(name)?.clone())
+        })?;
+        backing::write_back(&self.store, disk.pool(), bytes.unwrap_or(u64::MAX), leaving)
+    }
+
+    fn recompress(&self, name: &str, idle_ms: Option<u64>) -> anyhow::Result<Reply> {
+        // It takes a while, in which others may ask for other things.
+        let (pool, level) = self.with(name, |attached| match &attached.shows {
+            Shows::Pool(disk) if !attached.for_swap => Ok((disk.pool().clone(), attached.recompress.level)),
+            _ => bail!(NOT_RECOMPRESSED),
+        })?;
+        let idle = idle_ms.map(Duration::from_millis);
+        let done = self.cold.recompress(&pool, level.unwrap_or(Recompress::DEFAULT_LEVEL), idle)?;
+        let Done { pages, before_bytes, after_bytes } = done;
+        Ok(Reply::Recompressed { pages, before_bytes, after_bytes })
     }
 
     fn remove(&self, name: &str, force: bool) -> anyhow::Result<()> {
@@ -161,14 +283,28 @@ impl Served for Disks {
             Request::CreateOn { disk, backing } => {
                 self.create(&disk, Some(&backing)).context("no disk was made").map(one)
             }
+            Request::CreateOver { disk, .. } if disk.for_swap => Err(anyhow!(
+                "no disk was made: swap has no origin; its pages are worth nothing once the machine has ended"
+            )),
+            Request::CreateOver { disk, origin } => {
+                self.create_over(&disk, &origin).context("no disk was made").map(one)
+            }
             Request::List => Ok(Reply::Disks(self.list())),
             Request::Show { name } => self.with(&name, |attached| Ok(one(attached.state(&name)))),
             Request::Change(change) => self.change(&change).map(one),
+            Request::Recompress { name, idle_ms } => {
+                self.recompress(&name, idle_ms).context("not all was recompressed")
+            }
             Request::Reset { name } => self.with(&name, |attached| {
+                let disk = attached.pool(&name)?;
                 attached.must_be_free(&name)?;
-                attached.disk.reset();
+                disk.reset();
                 Ok(Reply::Done)
             }),
+            Request::Reclaim { name, bytes, incompressible } => {
+                let leaving = if incompressible { Leaving::Incompressible } else { Leaving::Oldest };
+                self.reclaim(&name, bytes, leaving)
+            }
             Request::Remove { name, force } => self.remove(&name, force).map(|()| Reply::Done),
         };
         reply.unwrap_or_else(|error| Reply::Failed { why: format!("{error:#}") })
@@ -180,35 +316,67 @@ impl Attached {
         self.wire.in_use().map_or(Ok(()), |why| Err(why.context(format!("disk {name} stays as it is"))))
     }
 
+    /// The disk, whose contents are the server's.
+    fn pool(&self, name: &str) -> anyhow::Result<&Arc<Disk>> {
+        match &self.shows {
+            Shows::Pool(disk) => Ok(disk),
+            Shows::Origin(origin) => {
+                bail!("disk {name} stays as it is: size and contents are those of {}", origin.state().path.display())
+            }
+        }
+    }
+
     /// Smaller only while nobody uses it.
     fn resize(&self, name: &str, size_bytes: u64) -> anyhow::Result<()> {
+        let disk = self.pool(name)?;
         refuse_no_size(size_bytes)?;
         if let Some(why) = self.wire.fixed_size() {
             return Err(why.context(format!("disk {name} stays as it is")));
         }
-        if size_bytes < self.disk.size_bytes() {
+        if size_bytes < disk.size_bytes() {
             self.must_be_free(name)?;
         }
-        if self.for_swap && size_bytes > self.disk.size_bytes() {
-            self.disk.pool().prepare(size_bytes / BLOCK_BYTES as u64)?;
+        if self.for_swap && size_bytes > disk.size_bytes() {
+            disk.pool().prepare(size_bytes / BLOCK_BYTES as u64)?;
         }
-        self.disk.resize(size_bytes)?;
+        disk.resize(size_bytes)?;
         self.wire.resized()
     }
 
     fn state(&self, name: &str) -> DiskState {
-        let stats = self.disk.stats();
-        let latency = self.disk.pool().latency();
+        let (stats, latency) = match &self.shows {
+            Shows::Pool(disk) => {
+                let (stats, latency) = (disk.stats(), disk.pool().latency());
+                let stats = TABLE.iter().map(|stat| (stat.name.to_owned(), (stat.value)(&stats))).collect();
+                (stats, Latencies { reads: durations(&latency.reads), writes: durations(&latency.writes) })
+            }
+            Shows::Origin(origin) => (origin.stats().collect(), Latencies::default()),
+        };
         DiskState {
             name: name.to_owned(),
             at: self.wire.at(),
             codec: self.codec.to_string(),
+            recompress: RecompressLevel(self.recompress.level).to_string(),
+            recompress_after_ms: self.recompress.after.as_millis() as u64,
             for_swap: self.for_swap,
             backing: self.backing.as_ref().map(DiskBacking::state),
-            stats: TABLE.iter().map(|stat| (stat.name.to_owned(), (stat.value)(&stats))).collect(),
-            latency: Latencies { reads: durations(&latency.reads), writes: durations(&latency.writes) },
+            origin: match &self.shows {
+                Shows::Pool(_) => None,
+                Shows::Origin(origin) => Some(origin.state()),
+            },
+            stats,
+            latency,
         }
     }
+}
+
+/// What is wanted, where something was said, of what there is.
+fn recompress(there: Recompress, level: Option<&str>, after_ms: Option<u64>) -> anyhow::Result<Recompress> {
+    let level = level.map(str::parse::<RecompressLevel>).transpose()?;
+    Ok(Recompress {
+        level: level.map_or(there.level, |level| level.0),
+        after: after_ms.map_or(there.after, Duration::from_millis),
+    })
 }
 
 fn durations(of: &LatencySnapshot) -> Durations {

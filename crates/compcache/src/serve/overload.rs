@@ -8,11 +8,11 @@
 //!
 //! It asks when all of this held for one window:
 //!
-//! | sign                                                        | else                                         |
-//! |-------------------------------------------------------------|----------------------------------------------|
-//! | disks for swap refused more writes than they took pages     | there is room yet: slow, but it goes on      |
-//! | hardly any memory is available                              | only a memory cgroup is short, or a limit is |
-//! | nobody got anything done for much of the time (PSI, `full`) | whoever waits holds up nobody else           |
+//! | sign                                                             | else                                         |
+//! |------------------------------------------------------------------|----------------------------------------------|
+//! | disks for swap refused more writes than they took pages, or whoever fills the reserve got no memory all the time | there is room yet: slow, but it goes on |
+//! | hardly any memory is available                                   | only a memory cgroup is short, or a limit is |
+//! | nobody got anything done for much of the time (PSI, `full`)      | whoever waits holds up nobody else           |
 //!
 //! A kernel without PSI is asked on the other two alone, after more windows. Then a window goes by for whoever was chosen to end.
 //!
@@ -61,11 +61,11 @@ impl Pools {
     }
 }
 
-/// Starts the thread that looks for overload, for ever.
+/// Starts the thread that looks for overload, for ever. Whoever fills the reserve says for how long he `waits_for_memory`.
 ///
 /// # Errors
 /// The kernel cannot be asked (no `/proc/sysrq-trigger`, as in containers), or no thread can be had.
-pub fn start_watching(pools: Pools) -> anyhow::Result<()> {
+pub fn start_watching(pools: Pools, waits_for_memory: impl Fn() -> Duration + Send + 'static) -> anyhow::Result<()> {
     const TRIGGER: &str = "/proc/sysrq-trigger";
     let trigger = OpenOptions::new().write(true).open(TRIGGER).with_context(|| format!("cannot open {TRIGGER}"))?;
     let meminfo = File::open("/proc/meminfo").context("cannot open /proc/meminfo")?;
@@ -78,6 +78,7 @@ pub fn start_watching(pools: Pools) -> anyhow::Result<()> {
             let signs = Signs {
                 taken,
                 refused,
+                is_starved: waits_for_memory() >= WINDOW,
                 is_short: read(&meminfo, is_short).unwrap_or(false),
                 stalled: pressure.as_ref().and_then(|file| read(file, stalled)),
             };
@@ -97,6 +98,7 @@ struct Signs {
     /// Count up.
     taken: u64,
     refused: u64,
+    is_starved: bool,
     is_short: bool,
     /// Counts up; `None` where the kernel does not say.
     stalled: Option<Duration>,
@@ -120,7 +122,7 @@ impl Watch {
         let waited = signs.stalled.map(|stalled| stalled.saturating_sub(self.stalled) >= STALLED);
         (self.taken, self.refused) = (signs.taken, signs.refused);
         self.stalled = signs.stalled.unwrap_or_default();
-        let is_bad = is_refused && signs.is_short && waited.unwrap_or(true);
+        let is_bad = (is_refused || signs.is_starved) && signs.is_short && waited.unwrap_or(true);
         self.bad = if is_bad { self.bad + 1 } else { 0 };
         // The first window is not whole, and the one after somebody was ended is his.
         let needed = if waited.is_some() { 2 } else { WINDOWS_WITHOUT_PSI };
@@ -164,6 +166,7 @@ mod tests {
         Signs {
             taken: 100 * refused,
             refused: 101 * refused,
+            is_starved: false,
             is_short,
             stalled: stalled.map(|seconds| seconds * SECOND),
         }
@@ -204,6 +207,15 @@ mod tests {
             watch.is_overload(&make(1));
             assert!((2..20).all(|n| !watch.is_overload(&make(n))), "{missing}");
         }
+    }
+
+    #[test]
+    fn a_machine_that_gives_no_memory_at_all_refuses_nothing_and_is_overloaded() {
+        let mut watch = Watch::default();
+        let starved = |n: u32| Signs { taken: 7, refused: 5, is_starved: true, ..signs(0, true, Some(2 * n)) };
+        let told: Vec<_> = (1..=5).map(|n| watch.is_overload(&starved(n))).collect();
+        assert_eq!(told, [false, true, false, true, false]);
+        assert!((6..20).all(|n| !watch.is_overload(&Signs { is_starved: false, ..starved(n) })));
     }
 
     #[test]

@@ -12,6 +12,7 @@
 //! | a page comes in and needs memory to be kept in       | the store has a reserve, refilled by a thread that serves nothing | the first swap disk |
 //! | nobody has memory for the next request, the kernel neither | a ballast is thrown off                         | the first swap disk |
 //! | a table of the pool must grow                        | the tables of the whole disk are there              | each swap disk  |
+//! | swap is full while memory is not                     | the store may take more of it                       | the first swap disk |
 //! | more is in use than fits, and the kernel goes on trying | its OOM killer is asked for ([`super::overload`])  | the first swap disk |
 //!
 //! Threads inherit the first two, so they are done before there are any. All of it needs root; without, disks are served
@@ -71,6 +72,8 @@ const OOM_NEVER: &str = "-1000";
 pub struct Safety {
     /// What is missing of what threads inherit, in words.
     lacks: Vec<String>,
+    /// What the store may take from then on.
+    limit_bytes: u64,
     state: Mutex<State>,
     pools: Pools,
 }
@@ -83,8 +86,8 @@ struct State {
 }
 
 impl Safety {
-    /// Does what threads inherit. To be called before there are any.
-    pub fn at_start() -> Safety {
+    /// Does what threads inherit. To be called before there are any. With swap the store may take `limit_bytes`.
+    pub fn at_start(limit_bytes: u64) -> Safety {
         let mut lacks = Vec::new();
         if let Err(error) = configure_io_flusher_behavior(true) {
             lacks.push(format!("it cannot mark its threads as I/O flushers (CAP_SYS_RESOURCE, Linux 5.6): {error}"));
@@ -92,7 +95,7 @@ impl Safety {
         if let Err(error) = own_mounts() {
             lacks.push(format!("it cannot have a mount namespace of its own (CAP_SYS_ADMIN): {error}"));
         }
-        Safety { lacks, state: Mutex::default(), pools: Pools::default() }
+        Safety { lacks, limit_bytes, state: Mutex::default(), pools: Pools::default() }
     }
 
     /// Makes the process, the store and `pool`, which will have `pages` pages, fit for swap. What was done for one disk holds
@@ -123,9 +126,9 @@ impl Safety {
                 .context("the server cannot lock its memory, as it must for swap (CAP_IPC_LOCK)")?;
             let ballast = Arc::new(Ballast::new((here / BALLAST_SHARE).clamp(BALLAST_BYTES.start, BALLAST_BYTES.end))?);
             start_refilling(store.clone(), ballast.clone())?;
-            start_watching(ballast)?;
+            start_watching(ballast.clone())?;
             // In a container only its memory cgroup will be short, and the kernel acts there by itself.
-            if let Err(error) = overload::start_watching(self.pools.clone()) {
+            if let Err(error) = overload::start_watching(self.pools.clone(), move || ballast.asked_for()) {
                 say(&format!(
                     "compcache: a machine with more in use than fits will not be helped by the OOM killer soon: {error:#}\n"
                 ));
@@ -133,11 +136,14 @@ impl Safety {
             state.locked = true;
         }
         self.pools.add(pool);
+        let limit_before = store.limit_bytes();
+        store.set_limit_bytes(self.limit_bytes);
         store.set_reserve_bytes((here / RESERVE_SHARE).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end));
         let prepared = prepare(store, pool, pages);
         if prepared.is_err() && !state.serving {
             // What was prepared in vain goes back, by the thread that got it.
             store.set_reserve_bytes(0);
+            store.set_limit_bytes(limit_before);
         }
         state.serving |= prepared.is_ok();
         prepared
@@ -197,8 +203,7 @@ fn start_watching(ballast: Arc<Ballast>) -> anyhow::Result<()> {
     let watch = move || {
         loop {
             thread::sleep(STUCK / 4);
-            let since_ns = ballast.asking.load(Relaxed);
-            if since_ns != NOT_ASKING && u128::from(clock_ns() - since_ns) > STUCK.as_nanos() {
+            if ballast.asked_for() > STUCK {
                 ballast.throw_off();
             }
         }
@@ -227,6 +232,14 @@ impl Ballast {
         let ballast = Ballast { start, bytes, is_on: AtomicBool::new(false), asking: AtomicU64::new(NOT_ASKING) };
         ballast.take_on();
         Ok(ballast)
+    }
+
+    /// For how long the system has been asked for memory and has given none.
+    fn asked_for(&self) -> Duration {
+        match self.asking.load(Relaxed) {
+            NOT_ASKING => Duration::ZERO,
+            since_ns => Duration::from_nanos(clock_ns().saturating_sub(since_ns)),
+        }
     }
 
     fn take_on(&self) {

@@ -1,13 +1,14 @@
 //! What serves a disk to its users, whichever transport it is.
 
 use std::net::Ipv4Addr;
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use compcache_block::Disk;
+use compcache_block::BlockDevice;
 use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, FuseLoopOptions};
 use compcache_block::nbd::{Export, Listen, NbdServer};
 use compcache_block::ublk::{self, Holder, Ublk, UblkError, UblkOptions};
@@ -19,6 +20,9 @@ use crate::run::say;
 const GRACE: Duration = Duration::from_secs(5);
 /// How long a client that has gone may count as connected.
 const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// Threads that wait for an origin.
+const WAITING_THREADS: NonZeroUsize = NonZeroUsize::new(8).expect("8 is not 0");
 
 /// A disk's transport, at work.
 pub enum Wire {
@@ -38,11 +42,11 @@ pub struct NotEnded {
 
 impl Wire {
     /// Serves `disk`. `directory` is for sockets that nobody named.
-    pub fn start(name: &str, disk: Arc<Disk>, at: &At, directory: &Path) -> anyhow::Result<Self> {
+    pub fn start(name: &str, disk: Arc<dyn BlockDevice>, at: &At, directory: &Path) -> anyhow::Result<Self> {
         let beside_us = || directory.join(format!("{name}.nbd"));
         let listen = match at {
-            At::Ublk => return Ok(Wire::Ublk(Ublk::serve(disk, &UblkOptions::default())?)),
-            At::Loop => return Ok(Wire::Loop(FuseLoop::serve(disk, &FuseLoopOptions::default())?)),
+            At::Ublk => return Ok(Wire::Ublk(Ublk::serve(disk.clone(), &ublk_options(&disk))?)),
+            At::Loop => return Ok(Wire::Loop(FuseLoop::serve(disk.clone(), &loop_options(&disk))?)),
             At::BlockDevice => return Ok(kept_device(name, &disk)??),
             At::Auto => match block_device(name, &disk)? {
                 Ok(wire) => return Ok(wire),
@@ -148,8 +152,8 @@ impl Wire {
 ///
 /// # Errors
 /// The disk cannot be served in any way.
-fn block_device(name: &str, disk: &Arc<Disk>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
-    match Ublk::serve(disk.clone(), &UblkOptions::default()) {
+fn block_device(name: &str, disk: &Arc<dyn BlockDevice>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
+    match Ublk::serve(disk.clone(), &ublk_options(disk)) {
         Ok(served) => return Ok(Ok(Wire::Ublk(served))),
         Err(error @ UblkError::Device(_)) => return Err(error.into()),
         // As on most machines, and nothing is amiss.
@@ -160,16 +164,31 @@ fn block_device(name: &str, disk: &Arc<Disk>) -> anyhow::Result<Result<Wire, Fus
 }
 
 /// The same, of those that stay when we are killed, failing all that is asked: else swap on it could not be taken off.
-fn kept_device(name: &str, disk: &Arc<Disk>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
+fn kept_device(name: &str, disk: &Arc<dyn BlockDevice>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
     let ublk_stays = ublk::probe().is_ok_and(|abilities| abilities.keep);
     if ublk_stays { block_device(name, disk) } else { loop_device(disk) }
 }
 
-fn loop_device(disk: &Arc<Disk>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
-    match FuseLoop::serve(disk.clone(), &FuseLoopOptions::default()) {
+fn loop_device(disk: &Arc<dyn BlockDevice>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
+    match FuseLoop::serve(disk.clone(), &loop_options(disk)) {
         Err(error @ FuseLoopError::Device(_)) => Err(error.into()),
         served => Ok(served.map(Wire::Loop)),
     }
+}
+
+/// What lies on a disk or a file server is asked for by many at a time, or its queue runs empty.
+fn waiting_threads(disk: &Arc<dyn BlockDevice>, usual: NonZeroUsize) -> NonZeroUsize {
+    if disk.needs_flush() { WAITING_THREADS } else { usual }
+}
+
+fn ublk_options(disk: &Arc<dyn BlockDevice>) -> UblkOptions {
+    let usual = UblkOptions::default();
+    UblkOptions { waiting_threads: waiting_threads(disk, usual.waiting_threads), ..usual }
+}
+
+fn loop_options(disk: &Arc<dyn BlockDevice>) -> FuseLoopOptions {
+    let usual = FuseLoopOptions::default();
+    FuseLoopOptions { waiting_threads: waiting_threads(disk, usual.waiting_threads), ..usual }
 }
 
 fn in_use(device: &Path, by: &Holder) -> anyhow::Error {

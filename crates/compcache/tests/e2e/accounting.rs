@@ -52,7 +52,7 @@ impl Area {
 }
 
 /// Anonymous and shared memory of a process, its share of what is shared: resident pages and everything of ours.
-fn total_bytes(pid: i32) -> Option<u64> {
+pub fn total_bytes(pid: i32) -> Option<u64> {
     let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let field = |name: &str| -> Option<u64> {
         rollup.lines().find_map(|line| line.strip_prefix(name))?.trim().trim_end_matches(" kB").trim().parse().ok()

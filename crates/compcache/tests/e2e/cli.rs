@@ -107,6 +107,19 @@ fn a_size_that_is_none_is_told() {
 }
 
 #[test]
+fn a_directory_that_is_taken_for_a_disk_is_told_so() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::create_dir(directory.path().join("tree")).unwrap();
+    let shown = |name: &str| {
+        let mut command = Command::new(compcache());
+        command.current_dir(&directory).args(["show", "--socket", "/nonexistent/socket", name]);
+        said(&command.output().unwrap())
+    };
+    assert!(shown("tree").contains("a mount is named with a slash: ./tree"), "{}", shown("tree"));
+    assert!(!shown("disk").contains("slash"), "{}", shown("disk"));
+}
+
+#[test]
 fn a_static_program_is_refused_with_a_remedy() {
     let dir = scratch();
     let (source, program) = (dir.path().join("x.c"), dir.path().join("static-program"));

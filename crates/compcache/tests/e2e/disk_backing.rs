@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
 
-use crate::support::{Mounted, PATIENCE, Server, said, scratch};
+use crate::support::{Mounted, PATIENCE, Server, backing_file, said, scratch};
 
 const MIB: usize = 1 << 20;
 const BLOCK: usize = 4096;
@@ -212,6 +212,114 @@ fn a_full_backing_and_a_full_file_system_are_said_and_cost_nothing_that_was_take
         hears(&heard, "takes blocks again");
         assert_eq!(fill(&device, &written[..4 * MIB]), 4 * MIB / BLOCK);
         server.ok(&["disk", "rm", "d"]);
+    }
+}
+
+#[test]
+fn blocks_leave_by_hand_and_by_a_smaller_limit_or_threshold_while_the_disk_is_in_use() {
+    if !requires(&LOOP_DEVICE) {
+        return;
+    }
+    let server = Server::start(&["--memory", "512M"]);
+    let backing = server.directory.path().join("backing").display().to_string();
+    let create = ["disk", "create", "--name", "d", "--size", "64M", "--transport", "loop", "--backing", &backing];
+    let device = PathBuf::from(server.ok(&create).trim());
+    // Half of it does not compress.
+    let written = contents(32 * MIB);
+    assert_eq!(fill(&device, &written), written.len() / BLOCK);
+    let stat = |name: &str| server.stat("d", name);
+    let raw = stat("huge_pages");
+    assert!(raw > 3000 && stat("bd_count") == 0, "{}", server.ok(&["show", "d"]));
+
+    // So much, those that do not compress, all: each says what it did, and that is what the statistics say.
+    let printed = server.ok(&["reclaim", "d", "4M"]);
+    let some = stat("bd_count");
+    assert!(printed.starts_with(&format!("{some} blocks have left")) && (900..1600).contains(&some), "{printed}");
+    server.ok(&["reclaim", "d", "--incompressible"]);
+    assert_eq!((stat("huge_pages"), stat("bd_count")), (0, raw));
+    server.ok(&["writeback", "d"]);
+    assert_eq!((stat("bd_count"), stat("compr_data_size")), (written.len() as u64 / 4096, 0));
+    assert!(readable(&device, &written).iter().all(|read| *read));
+
+    // With a smaller limit blocks leave by themselves, and with a smaller threshold more of them.
+    let leaves_until = |most: u64| {
+        let until = Instant::now() + PATIENCE;
+        while stat("mem_used_total") > most {
+            assert!(Instant::now() < until, "{} bytes are used still", stat("mem_used_total"));
+            thread::sleep(Duration::from_millis(20));
+        }
+    };
+    assert_eq!(fill(&device, &written), written.len() / BLOCK);
+    assert!(stat("mem_used_total") > 16 << 20);
+    server.ok(&["disk", "change", "d", "--limit", "10M"]);
+    leaves_until(8 << 20);
+    server.ok(&["disk", "change", "d", "--reclaim-above", "50%"]);
+    assert!(server.ok(&["show", "d"]).contains("above 50 %"));
+    leaves_until(5 << 20);
+    assert!(readable(&device, &written).iter().all(|read| *read));
+    assert_eq!(stat("failed_writes"), 0);
+
+    server.refuses(&["disk", "change", "d", "--reclaim-above", "96%"], &["10% to 95%"]);
+    server.refuses(&["disk", "change", "d", "--reclaim-above", "much"], &["no percentage"]);
+    server.ok(&["disk", "create", "--name", "plain", "--size", "16M", "--transport", "nbd"]);
+    server.refuses(&["reclaim", "plain"], &["plain has no backing", "--backing"]);
+    server.refuses(&["disk", "change", "plain", "--reclaim-above", "50%"], &["plain has no backing"]);
+    server.refuses(&["reclaim", "nothing"], &["no disk called nothing"]);
+    server.ok(&["disk", "rm", "d"]);
+}
+
+/// While blocks leave and come back, at moments that nobody chose.
+#[test]
+fn a_server_killed_at_any_moment_leaves_no_file_and_a_device_that_can_be_removed() {
+    if !requires(&LOOP_DEVICE) {
+        return;
+    }
+    let mut rng = fastrand::Rng::new();
+    let mut directory = scratch();
+    let written = contents(24 * MIB);
+    for round in 0..5 {
+        let mut server = Server::start_in(directory, &["--memory", "8M"]);
+        let backing = server.directory.path().join("backing").display().to_string();
+        let create = ["disk", "create", "--name", "d", "--size", "64M", "--transport", "loop", "--backing", &backing];
+        let device = PathBuf::from(server.ok(&create).trim());
+        let bound = backing_file(&device.display().to_string());
+        assert!(bound.is_some());
+        let wait = Duration::from_millis(rng.u64(0..600));
+        let file = OpenOptions::new().read(true).write(true).custom_flags(O_DIRECT).open(&device).expect("it is there");
+        thread::scope(|scope| {
+            // Writes, then reads, until nobody answers; never other bytes.
+            scope.spawn(|| {
+                with_aligned(|block| {
+                    for at in (0..written.len() / BLOCK).cycle().take(1 << 16) {
+                        block.copy_from_slice(&written[at * BLOCK..][..BLOCK]);
+                        if file.write_all_at(block, (at * BLOCK) as u64).is_err() {
+                            return;
+                        }
+                        let back = at / 2;
+                        if read_block(&file, back, block).is_err() {
+                            return;
+                        }
+                        assert!(block == &written[back * BLOCK..][..BLOCK], "block {back} is another");
+                    }
+                });
+            });
+            thread::sleep(wait);
+            server.signal("-KILL");
+            server.child.wait().expect("it is our child");
+        });
+        drop(file);
+        directory = std::mem::replace(&mut server.directory, scratch());
+        let left: Vec<_> =
+            fs::read_dir(directory.path()).expect("it is there").flatten().map(|entry| entry.path()).collect();
+        assert!(left.iter().all(|path| !path.ends_with("backing")), "round {round}, {wait:?}: {left:?}");
+        // The next server removes what is left of the device.
+        let next = Server::start_in(directory, &[]);
+        assert_eq!(next.ok(&["list"]).lines().count(), 1);
+        // Somebody else may have it by now.
+        let still = backing_file(&device.display().to_string());
+        assert_ne!(still, bound, "round {round}, {wait:?}: the device is bound still");
+        next.signal("-TERM");
+        (_, _, directory) = next.ended();
     }
 }
 

@@ -9,15 +9,19 @@
 //! | `old_kernel.rs`    | it holds on a kernel without UFFDIO_MOVE, in an emulated machine                         |
 //! | `real_programs.rs` | programs of many runtimes print the same with a quarter of their memory                  |
 //! | `accounting.rs`    | the limits hold, for one process and for a tree, and what is dead gives its share back    |
+//! | `spill.rs`         | with --spill the limit holds for any content, and nothing is lost or left behind          |
 //! | `cli.rs`           | statuses and signals go through, output is the program's alone, failures say the remedy  |
 //! | `disks.rs`         | `compcache serve` and its disks do what they are told, and say why when they do not      |
 //! | `disk_backing.rs`  | a disk larger than memory keeps its contents in a file, and says what is wrong with that |
 //! | `disk_clients.rs`  | file systems, fio, stress-ng, git, tar, sqlite on such a disk find what they wrote       |
+//! | `disk_cold.rs`     | what was not used is compressed again, by itself and when asked, and reads as before     |
+//! | `disk_origin.rs`   | a disk over an origin is the origin, with and without its server, and finds what was read |
 //! | `nbd_client.rs`    | so does the kernel's NBD client, in an emulated machine                                  |
 //! | `mount.rs`         | a mount caches, notices what changes behind it, changes its limit, ends, and is cleaned up |
 //! | `mount_files.rs`   | files on it are arrays of bytes, through every way of writing and reading, from both sides |
 //! | `mount_clients.rs` | fio, stress-ng, git, tar, sqlite and a compiler on it find what they wrote                 |
 //! | `mount_posix.rs`   | a mounted tree answers as the tree itself, errno for errno                               |
+//! | `mount_user.rs`    | a user without root's rights mounts, unmounts, and cleans up                               |
 //! | `ublk_disks.rs`    | the same over ublk, in an emulated machine whose kernel has it                           |
 //!
 //! Each runs both ways of eviction. What a machine lacks is skipped, printed and counted (`COMPCACHE_REQUIRE_ALL=1`
@@ -37,15 +41,19 @@ mod accounting;
 mod cli;
 mod disk_backing;
 mod disk_clients;
+mod disk_cold;
+mod disk_origin;
 mod disks;
 mod memory_tester;
 mod mount;
 mod mount_clients;
 mod mount_files;
 mod mount_posix;
+mod mount_user;
 mod nbd_client;
 mod old_kernel;
 mod real_programs;
+mod spill;
 mod support;
 mod swap;
 mod swap_here;

@@ -1,11 +1,13 @@
 //! `compcache mount`: its cache, what is noticed of changes behind it, its settings, its end.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::Write;
-use std::os::unix::fs::{FileExt, symlink};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
 use std::process::Command;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use compcache_testkit::features::Feature;
 
@@ -47,6 +49,86 @@ fn pages_that_the_kernel_dropped_are_found_again_without_reading_below() {
     assert!(tree.stat("succ_gets") >= 2 * 4096 - 512, "{} pages were found", tree.stat("succ_gets"));
     let (data, memory) = (tree.stat("orig_data_size"), tree.stat("mem_used_total"));
     assert!(data >= 15 << 20 && memory < data / 2, "{memory} bytes for {data}");
+    tree.unmount();
+}
+
+#[test]
+fn what_is_written_to_an_exclusive_tree_is_found_without_reading_below() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&["--memory", "64M", "--exclusive"]);
+    // As much as there are buffers for, in two files; then a part of it anew.
+    let mut content = text(MIB, 1);
+    for name in ["f", "g"] {
+        fs::write(tree.target().join(name), &content).unwrap();
+    }
+    let pages = |tree: &Tree| tree.stat("pages_stored");
+    let stored = |count| {
+        let begun = Instant::now();
+        while pages(&tree) < count && begun.elapsed() < PATIENCE {
+            thread::sleep(Duration::from_millis(10));
+        }
+        assert_eq!(pages(&tree), count);
+    };
+    stored(512);
+    let part = text(64 << 10, 2);
+    File::options().write(true).open(tree.target().join("f")).unwrap().write_all_at(&part, 100 << 10).unwrap();
+    content[100 << 10..164 << 10].copy_from_slice(&part);
+    stored(512);
+    // What becomes of its name, times and rights is no change of it.
+    fs::rename(tree.target().join("f"), tree.target().join("h")).unwrap();
+    fs::hard_link(tree.target().join("h"), tree.target().join("i")).unwrap();
+    fs::set_permissions(tree.target().join("h"), fs::Permissions::from_mode(0o600)).unwrap();
+    File::options().write(true).open(tree.target().join("h")).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
+    tree.drop_kernel_cache();
+    assert!(fs::read(tree.target().join("h")).unwrap() == content);
+    assert_eq!((tree.stat("failed_gets"), tree.stat("succ_gets")), (0, 256));
+    // A short file, made longer behind its end, by a part of a page and by a hole.
+    fs::write(tree.target().join("short"), &content[..5000]).unwrap();
+    stored(514);
+    let short = File::options().read(true).write(true).open(tree.target().join("short")).unwrap();
+    tree.drop_kernel_cache();
+    let mut expected = content[..5000].to_vec();
+    assert!(fs::read(tree.target().join("short")).unwrap() == expected);
+    assert_eq!(tree.stat("failed_gets"), 0);
+    short.set_len(6000).unwrap();
+    short.write_all_at(b"far", 20_000).unwrap();
+    expected.resize(20_000, 0);
+    expected.extend_from_slice(b"far");
+    drop(short);
+    tree.drop_kernel_cache();
+    assert!(fs::read(tree.target().join("short")).unwrap() == expected);
+    tree.unmount();
+}
+
+#[test]
+fn a_new_file_of_an_exclusive_tree_has_nothing_of_one_that_had_its_number() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&["--memory", "64M", "--exclusive"]);
+    let (content, mut numbers) = (text(MIB, 1), BTreeSet::new());
+    for round in 0..50 {
+        let path = tree.target().join("f");
+        let old = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
+        numbers.insert(old.metadata().unwrap().ino());
+        // Read and written when it has no name any more.
+        fs::remove_file(&path).unwrap();
+        old.write_all_at(&content, 0).unwrap();
+        tree.drop_kernel_cache();
+        let mut back = vec![0; MIB];
+        old.read_exact_at(&mut back, 0).unwrap();
+        assert!(back == content);
+        drop(old);
+        let new = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
+        numbers.insert(new.metadata().unwrap().ino());
+        new.write_all_at(b"end", MIB as u64 - 3).unwrap();
+        new.read_exact_at(&mut back, 0).unwrap();
+        assert!(back[..MIB - 3].iter().all(|byte| *byte == 0), "round {round}");
+        fs::remove_file(&path).unwrap();
+    }
+    assert!(numbers.len() < 50, "no number was used again: this shows nothing");
     tree.unmount();
 }
 
@@ -352,4 +434,112 @@ fn a_full_file_system_below_says_so_and_nothing_else_is_harmed() {
     assert!(fs::read(tree.target().join("g")).unwrap() == text(MIB, 2));
     tree.unmount();
     assert!(Command::new("umount").arg(tree.source()).status().unwrap().success());
+}
+
+#[test]
+fn a_change_behind_the_mount_is_noticed_while_the_file_is_open_if_that_is_asked_for() {
+    if !can_mount(&[]) {
+        return;
+    }
+    for watch in [true, false] {
+        let tree = Tree::mounted(if watch { &["--watch"] } else { &[] });
+        fs::write(tree.source().join("f"), text(MIB, 1)).unwrap();
+        thread::sleep(SETTLED);
+        let above = File::open(tree.target().join("f")).unwrap();
+        let mut read = vec![0; MIB];
+        // Twice, for the kernel to have it.
+        for _ in 0..2 {
+            above.read_exact_at(&mut read, 0).unwrap();
+        }
+        let below = File::options().write(true).open(tree.source().join("f")).unwrap();
+        for round in 2..6 {
+            below.write_all_at(&text(MIB, round), 0).unwrap();
+            let until = Instant::now() + if watch { PATIENCE } else { Duration::from_millis(500) };
+            let is_seen = loop {
+                above.read_exact_at(&mut read, 0).unwrap();
+                let is_seen = read == text(MIB, round);
+                if is_seen || Instant::now() > until {
+                    break is_seen;
+                }
+                thread::sleep(Duration::from_millis(20));
+            };
+            assert_eq!(is_seen, watch, "round {round}");
+        }
+        // Closed, it is watched no more; opened again, it is.
+        drop(above);
+        below.write_all_at(&text(MIB, 7), 0).unwrap();
+        assert!(fs::read(tree.target().join("f")).unwrap() == text(MIB, 7));
+    }
+}
+
+#[test]
+fn a_line_of_fstab_mounts_in_the_background_and_umount_ends_it() {
+    if !can_mount(&["mount.fuse"]) {
+        return;
+    }
+    let scratch = scratch();
+    let path = |name: &str| scratch.path().join(name);
+    for name in ["source dir", "target", "bin"] {
+        fs::create_dir(path(name)).unwrap();
+    }
+    fs::write(path("source dir").join("f"), text(MIB, 1)).unwrap();
+    // As it is found where it is installed.
+    std::os::unix::fs::symlink(compcache(), path("bin").join("compcache")).unwrap();
+    // mount(8) lets programs be searched for where the system has them alone, so here the whole path stands before the source.
+    let whole = format!("{}#{}", path("bin").join("compcache").display(), path("source dir").display());
+    let mount = |options: &str| {
+        let mut command = Command::new("mount");
+        command.args(["-t", "fuse", "-o", options, &whole]).arg(path("target"));
+        // Its output ends when everybody who has it has let go of it.
+        command.output().unwrap()
+    };
+    let umount = || Command::new("umount").arg(path("target")).output().unwrap();
+    let mounted = |options: &str| {
+        let output = mount(options);
+        assert!(output.status.success(), "{options}: {}", said(&output));
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+        let line =
+            mounts.lines().find(|line| line.contains(&path("target").display().to_string())).expect("it is there");
+        line.to_owned()
+    };
+    let line = mounted("memory=24M,codec=zstd:2,allow_other,nofail,x-systemd.automount");
+    assert!(line.contains(" fuse.compcache ") && line.contains("allow_other") && line.contains("rw"), "{line}");
+    let shown = Command::new(compcache()).args(["show", "--json"]).arg(path("target")).output().unwrap();
+    assert!(String::from_utf8_lossy(&shown.stdout).contains(&(24 << 20).to_string()), "{shown:?}");
+    assert!(fs::read(path("target").join("f")).unwrap() == text(MIB, 1));
+    fs::write(path("target").join("g"), "new").unwrap();
+    assert!(umount().status.success());
+    assert!(fs::read(path("source dir").join("g")).unwrap() == b"new" && !path("target").join("f").exists());
+
+    // What mount(8) runs for a line of this type.
+    let search = format!("{}:{}", path("bin").display(), std::env::var("PATH").unwrap());
+    let mut helper = Command::new("mount.fuse");
+    helper.arg(path("source dir")).arg(path("target")).args(["-o", "rw,memory=8M", "-t", "fuse.compcache"]);
+    let output = helper.env("PATH", search).output().unwrap();
+    assert!(output.status.success() && path("target").join("f").exists(), "{}", said(&output));
+    assert!(umount().status.success());
+
+    let line = mounted("ro,noexec,memory=8M");
+    assert!(line.contains("ro,") && line.contains("noexec"), "{line}");
+    assert_eq!(fs::write(path("target").join("h"), "no").unwrap_err().raw_os_error(), Some(libc::EROFS));
+    assert!(umount().status.success());
+
+    for (options, word) in [("nonesuch", "nonesuch"), ("memory=x", "memory=x")] {
+        let output = mount(options);
+        assert!(!output.status.success() && said(&output).contains(word), "{options}: {}", said(&output));
+    }
+    // Nothing is left to serve what is not mounted.
+    let until = Instant::now() + PATIENCE;
+    while serves(&path("target")) {
+        assert!(Instant::now() < until, "a server is left");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Whether there is a process that was told of this place.
+fn serves(place: &Path) -> bool {
+    let place = place.as_os_str().as_encoded_bytes();
+    let processes =
+        fs::read_dir("/proc").unwrap().filter_map(|entry| fs::read(entry.ok()?.path().join("cmdline")).ok());
+    processes.into_iter().any(|line| line.split(|byte| *byte == 0).any(|word| word == place))
 }

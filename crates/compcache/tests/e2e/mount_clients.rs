@@ -1,6 +1,7 @@
 //! What others wrote works on a mounted tree as it does on the tree itself. Programs that are missing are skipped by name.
 
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -140,4 +141,52 @@ fn stress_ng_finds_nothing_wrong_with_files() {
         "stress-ng --temp-path . --verify --timeout 3 --hdd 1 --hdd-bytes 8M --iomix 1 --iomix-bytes 8M --fallocate 1 --fallocate-bytes 8M \
          --rename 1 --link 1 --symlink 1 --dir 1 --dentry 1 --utime 1 --seek 1 --seek-size 8M --quiet",
     );
+}
+
+/// It is ended in the midst of its work, without a word to its files, and must find in them what it had promised.
+#[test]
+fn a_database_of_postgres_recovers_from_its_end() {
+    if !can_mount(&["initdb", "pg_ctl", "pgbench", "psql", "setpriv"]) {
+        return;
+    }
+    let sockets = scratch();
+    fs::set_permissions(sockets.path(), Permissions::from_mode(0o777)).expect("ours");
+    let begin = format!(
+        r#"
+bin=$(dirname "$(readlink -f "$(command -v initdb)")")
+export PGHOST={sockets} PGUSER=tester PGDATABASE=postgres
+as_nobody() {{ setpriv --reuid=65534 --regid=65534 --clear-groups "$@"; }}
+control() {{ as_nobody "$bin/pg_ctl" -s -w -D data "$@"; }}
+start() {{ control -l data/log -o "-c listen_addresses= -c unix_socket_directories={sockets} -c shared_buffers=4MB" start || cat data/log; }}
+ask() {{ psql -XqAt -v ON_ERROR_STOP=1 -c "$1"; }}
+"#,
+        sockets = sockets.path().display()
+    );
+    let tree = Tree::mounted(&["--memory", "32M", "--allow-other"]);
+    let work = r#"
+mkdir data && chown 65534:65534 data && chmod 700 data
+as_nobody "$bin/initdb" -A trust -U tester --locale=C -E UTF8 --data-checksums -D data >/dev/null
+start
+"$bin/pgbench" -i -q -s 3 2>/dev/null
+"$bin/pgbench" -n -c 4 -T 60 >/dev/null 2>&1 & load=$!
+until [ "$(ask 'select count(*) > 200 from pgbench_history')" = t ]; do sleep 0.1; done
+control -m immediate stop
+wait $load || true
+"#;
+    shell(&tree.target(), &format!("{begin}{work}"));
+    tree.drop_kernel_cache();
+    let look = r#"
+start
+ask "select count(*) > 200 from pgbench_history"
+ask "select (select sum(delta) from pgbench_history) = all (array[(select sum(abalance) from pgbench_accounts),
+     (select sum(bbalance) from pgbench_branches), (select sum(tbalance) from pgbench_tellers)])"
+ask "create extension amcheck"
+ask "select count(bt_index_check(c.oid, c.relname like 'pgbench%')) > 100 from pg_class c join pg_am a on a.oid = relam where amname = 'btree'"
+control -m fast stop
+as_nobody "$bin/pg_checksums" --check -D data | grep "Bad checksums"
+grep -c "automatic recovery" data/log
+"#;
+    let found = shell(&tree.target(), &format!("{begin}{look}"));
+    assert_eq!(found, "t\nt\nt\nBad checksums:  0\n1\n");
+    assert!(tree.stat("succ_gets") > 0, "nothing was found in the cache");
 }

@@ -37,7 +37,7 @@ const FAILED: i32 = 125;
 
 /// What every machine of these does first.
 const SERVE: &str = r#"
-/compcache serve --memory 50% 2>/run/served & server=$!
+/compcache serve 2>/run/served & server=$!
 while ! /compcache list >/dev/null 2>&1; do sleep 0.1; done
 "#;
 
@@ -120,7 +120,7 @@ swapped_out 100000
 kill -9 $server; wait $server
 wait $victim; status victim $?
 swapoff $device; status gone $?
-/compcache serve --memory 50% 2>>/run/served & server=$!
+/compcache serve 2>>/run/served & server=$!
 while ! /compcache list >/dev/null 2>&1; do sleep 0.1; done
 {on}
 (work /scan 200 1 --content /content); status again $?

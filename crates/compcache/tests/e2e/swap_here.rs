@@ -2,8 +2,10 @@
 //! every byte. What must not be tried on a machine that others use is in `swap.rs`.
 
 use std::fs;
-use std::path::PathBuf;
-use std::process::Command;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
@@ -76,12 +78,24 @@ impl Cgroup {
         cgroup
     }
 
-    /// The command, inside.
-    fn command(&self, program: &std::path::Path) -> Command {
+    /// What the program did, inside. Meanwhile the group's statistics are read: the kernel decides by them whether there is
+    /// anything to swap out, and by itself brings them up to date so seldom that it ends programs in small groups although swap is empty.
+    fn output(&self, program: &Path, arguments: &[&str]) -> Output {
         let mut command = Command::new("sh");
         let procs = self.0.join("cgroup.procs");
-        command.arg("-c").arg(r#"echo $$ >"$0" && exec "$@""#).arg(procs).arg(program);
-        command
+        command.arg("-c").arg(r#"echo $$ >"$0" && exec "$@""#).arg(procs).arg(program).args(arguments);
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Relaxed) {
+                    let _ = fs::read_to_string(self.0.join("memory.stat"));
+                    thread::sleep(Duration::from_millis(2));
+                }
+            });
+            let output = command.output();
+            is_over.store(true, Relaxed);
+            output.expect("it starts")
+        })
     }
 }
 
@@ -89,7 +103,7 @@ impl Drop for Cgroup {
     fn drop(&mut self) {
         let until = Instant::now() + Duration::from_secs(5);
         while fs::remove_dir(&self.0).is_err() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(20));
+            thread::sleep(Duration::from_millis(20));
         }
     }
 }
@@ -163,9 +177,7 @@ fn a_program_in_a_memory_cgroup_finds_every_byte_that_was_swapped_out() {
     let _alone = alone();
     let swap = Swap::on();
     let cgroup = Cgroup::new(64 << 20);
-    let mut tester = cgroup.command(memory_tester());
-    let output =
-        tester.args(["--seed", "7", "--seconds", "4", "--mb", "160", "--threads", "3"]).output().expect("it starts");
+    let output = cgroup.output(memory_tester(), &["--seed", "7", "--seconds", "4", "--mb", "160", "--threads", "3"]);
     let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && said.contains("right"), "{said}");
     for (stat, least) in [("num_writes", 10_000), ("num_reads", 10_000), ("notify_free", 1)] {

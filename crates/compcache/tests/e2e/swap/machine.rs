@@ -102,7 +102,7 @@ pub fn machine(processors: u32) -> Vm {
 /// Runs the script between the usual beginning and end; what was printed.
 pub fn run(vm: Vm, script: &str) -> String {
     let _others = beside_others();
-    let patience = Duration::from_secs(at_length(7200, 1800).into());
+    let patience = Duration::from_secs(at_length(7200, 900).into());
     let printed = vm.run(&format!("{BEGIN}{script}{END}"), patience);
     let printed = printed.unwrap_or_else(|error| panic!("{error}"));
     eprintln!("{printed}");

@@ -16,7 +16,7 @@
 //! Example, 1000 pages: 100 may be in small. A page that comes when there are 150 in small makes the first of those go, or move to main if it was
 //! read; only when small has its tenth or less does main give one up.
 //!
-//! A page is a *place*: a number from 0, which is also its index in the pool. Places are used again; each use has another version. 28
+//! A page is a *place*: a number from 0, which is also its index in the pool. Places are used again; each use has another version. 32
 //! bytes a place. Arithmetic only: no lock, no pool.
 //!
 //! # Source
@@ -110,6 +110,10 @@ impl Queues {
                     state: State::Free,
                 };
                 self.places.push(fresh);
+                // All may be given back without asking for memory.
+                if self.free.capacity() < self.places.len() {
+                    self.free.reserve(self.places.capacity());
+                }
                 place
             }
         };

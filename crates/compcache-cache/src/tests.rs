@@ -2,16 +2,15 @@
 
 use super::*;
 
-const SIZE_BYTES: u64 = 1 << 20;
+/// A version of a file.
+type Stamp = u64;
 
 fn id(file: u64) -> FileId {
     FileId { dev: 1, ino: file }
 }
 
 fn stamp_of_version(version: u64) -> Stamp {
-    let file = tempfile::tempfile().unwrap();
-    file.set_len(SIZE_BYTES + version).unwrap();
-    crate::stamp::stamp_of(&crate::stamp::look(&file).unwrap())
+    version
 }
 
 /// What page `page` of version `version` of a file holds: compressible, and like no other.
@@ -28,13 +27,13 @@ fn incompressible(page: u32) -> Page {
     bytes
 }
 
-fn cache(limit_bytes: u64) -> (Cache, Worker) {
+fn cache(limit_bytes: u64) -> (Cache<Stamp>, Worker) {
     let cache = Cache::new(limit_bytes, Codec::Lz4).unwrap();
     let worker = cache.worker().unwrap();
     (cache, worker)
 }
 
-fn got(cache: &Cache, worker: &mut Worker, token: Token, page: u32) -> Option<Page> {
+fn got(cache: &Cache<Stamp>, worker: &mut Worker, token: Token, page: u32) -> Option<Page> {
     let (mut pages, mut found) = ([[0; 4096]], [false]);
     cache.get(worker, token, page, &mut pages, &mut found);
     found[0].then_some(pages[0])
@@ -59,11 +58,10 @@ fn what_a_read_took_before_or_during_a_write_is_not_kept() {
     let (cache, mut worker) = cache(16 << 20);
     let stamp = stamp_of_version(1);
     let before = cache.begin_read(id(1), stamp, true);
-    let mut writing = cache.begin_write(id(1), (3, 4));
+    let writing = cache.begin_write(id(1), (3, 4));
     let during = cache.begin_read(id(1), stamp, true);
     cache.put(&mut worker, before, 3, &[content(1, 3, 1)]);
-    writing.becomes(stamp);
-    drop(writing);
+    writing.done(stamp, 0, &[], &[]);
     for token in [before, during] {
         cache.put(&mut worker, token, 3, &[content(1, 3, 1)]);
     }
@@ -87,13 +85,128 @@ fn a_write_that_is_known_to_be_the_only_change_leaves_other_pages_here() {
     let (old, new) = (stamp_of_version(1), stamp_of_version(2));
     let token = cache.begin_read(id(1), old, true);
     cache.put(&mut worker, token, 0, &[content(1, 0, 1), content(1, 1, 1), content(1, 2, 1)]);
-    let mut writing = cache.begin_write(id(1), (1, 2));
-    writing.becomes(new);
-    drop(writing);
+    let writing = cache.begin_write(id(1), (1, 2));
+    writing.done(new, 0, &[], &[]);
     let token = cache.begin_read(id(1), new, true);
     assert_eq!(got(&cache, &mut worker, token, 0), Some(content(1, 0, 1)));
     assert_eq!(got(&cache, &mut worker, token, 1), None);
     assert_eq!(got(&cache, &mut worker, token, 2), Some(content(1, 2, 1)));
+}
+
+/// A cache that keeps what is written.
+fn keeping(limit_bytes: u64) -> (Cache<Stamp>, Worker) {
+    let (cache, mut worker) = cache(limit_bytes);
+    cache.keep_written(&mut worker, Duration::ZERO);
+    (cache, worker)
+}
+
+fn keep(cache: &Cache<Stamp>, worker: &mut Worker) {
+    cache.keep_written(worker, Duration::ZERO);
+}
+
+#[test]
+fn what_was_written_is_found_without_reading_below() {
+    let (cache, mut worker) = keeping(16 << 20);
+    let stamps = [1, 2, 3].map(stamp_of_version);
+    let pages: Vec<Page> = (0..40).map(|page| content(1, page, 1)).collect();
+    cache.begin_write(id(1), (100, 140)).done(stamps[0], 100, &pages, &[]);
+    cache.begin_write(id(1), (140, 141)).done(stamps[1], 140, &[content(1, 140, 2)], &[]);
+    let token = cache.begin_read(id(1), stamps[1], true);
+    assert_eq!(got(&cache, &mut worker, token, 100), None, "it waits");
+    cache.begin_write(id(2), (0, 2)).done(stamps[0], 0, &[content(2, 0, 1)], b"the end");
+    keep(&cache, &mut worker);
+    let end = cache.begin_read(id(2), stamps[0], true);
+    let last = got(&cache, &mut worker, end, 1).unwrap();
+    assert!(last.starts_with(b"the end") && last[7..] == [0; 4089]);
+    for page in 100..140 {
+        assert_eq!(got(&cache, &mut worker, token, page), Some(content(1, page - 100, 1)));
+    }
+    assert_eq!(got(&cache, &mut worker, token, 140), Some(content(1, 140, 2)));
+    let other = cache.begin_read(id(1), stamps[2], true);
+    assert_eq!(got(&cache, &mut worker, other, 100), None, "the file was changed since");
+}
+
+#[test]
+fn what_was_written_again_or_at_the_same_time_is_not_kept() {
+    let (cache, mut worker) = keeping(16 << 20);
+    let stamp = stamp_of_version(1);
+    let page = |version| [content(1, 5, version)];
+    // Again, while it waits.
+    cache.begin_write(id(1), (5, 6)).done(stamp, 5, &page(1), &[]);
+    drop(cache.begin_write(id(1), (0, 6)));
+    // At the same time: neither is known to be the last.
+    let (one, other) = (cache.begin_write(id(1), (4, 6)), cache.begin_write(id(1), (5, 7)));
+    one.done(stamp, 5, &page(2), &[]);
+    other.done(stamp, 5, &page(3), &[]);
+    // The file is gone, the file looked different; or all was dropped.
+    cache.begin_write(id(2), (5, 6)).done(stamp, 5, &page(4), &[]);
+    cache.drop_file(id(2));
+    cache.begin_write(id(3), (5, 6)).done(stamp, 5, &page(5), &[]);
+    cache.begin_read(id(3), stamp_of_version(2), true);
+    keep(&cache, &mut worker);
+    assert_eq!(cache.stats().pages_stored, 0, "{:?}", cache.stats());
+    let writing = cache.begin_write(id(4), (5, 6));
+    cache.clear();
+    writing.done(stamp, 5, &page(6), &[]);
+    keep(&cache, &mut worker);
+    assert_eq!(cache.stats().pages_stored, 0, "{:?}", cache.stats());
+    // Writes that touch each other's files and neighbours only.
+    let (one, other, third) =
+        (cache.begin_write(id(1), (4, 6)), cache.begin_write(id(1), (6, 8)), cache.begin_write(id(2), (4, 8)));
+    one.done(stamp, 5, &page(7), &[]);
+    other.done(stamp, 6, &page(8), &[]);
+    third.done(stamp, 5, &page(9), &[]);
+    keep(&cache, &mut worker);
+    assert_eq!(cache.stats().pages_stored, 3);
+}
+
+#[test]
+fn writing_pushes_out_nothing_that_is_read() {
+    let (cache, mut worker) = keeping(2 << 20);
+    let stamp = stamp_of_version(1);
+    for round in 0..2 {
+        for page in 0..200 {
+            let token = cache.begin_read(id(1), stamp, true);
+            if got(&cache, &mut worker, token, page).is_none() {
+                assert_eq!(round, 0);
+                cache.put(&mut worker, token, page, &[content(1, page, 1)]);
+            }
+        }
+    }
+    // Again and again the same, and more than there is room for beside the others, so that the ghost knows some.
+    for round in 1..8 {
+        for page in 0..2600 {
+            cache.begin_write(id(2), (page, page + 1)).done(stamp, page, &[content(2, page as u32, round)], &[]);
+            keep(&cache, &mut worker);
+        }
+    }
+    let token = cache.begin_read(id(1), stamp, true);
+    let left = (0..200).filter(|page| got(&cache, &mut worker, token, *page).is_some()).count();
+    assert!(left >= 190, "{left} of 200 are left: {:?}", cache.stats());
+    assert!(cache.stats().evictions > 1000, "{:?}", cache.stats());
+    let kept = cache.stats().pages_stored;
+    cache.begin_write(id(3), (0, 1)).done(stamp, 0, &[incompressible(0)], &[]);
+    keep(&cache, &mut worker);
+    cache.begin_write(id(3), (0, 1)).done(stamp, 0, &[incompressible(0)], &[]);
+    keep(&cache, &mut worker);
+    assert_eq!((cache.stats().pages_stored, cache.stats().rejected_puts), (kept, 2));
+}
+
+#[test]
+fn what_finds_no_buffer_is_not_kept_and_buffers_follow_the_limit() {
+    let (cache, mut worker) = keeping(1 << 20);
+    let stamp = stamp_of_version(1);
+    let pages: Vec<Page> = (0..40).map(|page| content(1, page, 1)).collect();
+    for (limit, buffers) in [(1 << 20, 16), (2 << 20, 32), (0, 0), (1 << 20, 16)] {
+        cache.set_limit_bytes(limit);
+        keep(&cache, &mut worker);
+        for round in 0..3 {
+            cache.drop_file(id(1));
+            cache.begin_write(id(1), (0, 40)).done(stamp, 0, &pages, &[]);
+            keep(&cache, &mut worker);
+            assert_eq!(cache.stats().pages_stored, buffers, "limit {limit} round {round}");
+        }
+    }
 }
 
 #[test]
@@ -139,12 +252,12 @@ fn a_cache_is_an_array_of_pages_or_has_not_the_page() {
     const PAGES: u32 = 400;
     let seed = compcache_testkit::seed::Seed::for_test("a_cache_is_an_array_of_pages_or_has_not_the_page");
     let mut rng = seed.rng();
-    let (cache, mut worker) = cache(2 << 20);
+    let (cache, mut worker) = keeping(2 << 20);
     let stamps: Vec<Stamp> = (0..200).map(stamp_of_version).collect();
     let mut versions = [0u64; FILES as usize];
     // Reads that have begun, with the version they took from below.
     let mut begun: Vec<(u64, u32, u64, Token)> = Vec::new();
-    let mut hits = 0;
+    let (mut hits, mut kept) = (0, 0);
     for _ in 0..60_000 {
         let file = rng.u64(..FILES);
         let version = versions[file as usize];
@@ -164,18 +277,28 @@ fn a_cache_is_an_array_of_pages_or_has_not_the_page() {
                 let (file, page, version, token) = begun.swap_remove(rng.usize(..begun.len()));
                 cache.put(&mut worker, token, page, &[content(file, page, version)]);
             }
-            980..990 if version < 199 => {
+            980..985 if version < 199 => {
                 let writing = cache.begin_write(id(file), (0, PAGES.into()));
                 versions[file as usize] += 1;
                 drop(writing);
             }
+            985..990 if version < 199 => {
+                let writing = cache.begin_write(id(file), (0, PAGES.into()));
+                versions[file as usize] += 1;
+                let pages: Vec<Page> =
+                    (page..(page + 9).min(PAGES)).map(|page| content(file, page, version + 1)).collect();
+                writing.done(stamps[version as usize + 1], page.into(), &pages, &[]);
+                kept += pages.len();
+            }
             // Behind the mount: nobody tells.
             990..995 if version < 199 => versions[file as usize] += 1,
-            995..998 => cache.drop_file(id(file)),
+            995..997 => cache.drop_file(id(file)),
+            997..999 => keep(&cache, &mut worker),
             _ => cache.compact(&mut worker),
         }
     }
-    assert!(hits > 1000, "{hits} hits: too few to show anything");
+    assert!(hits > 1000 && kept > 1000, "{hits} hits, {kept} pages written: too few to show anything");
+    keep(&cache, &mut worker);
     (0..FILES).for_each(|file| cache.drop_file(id(file)));
     let stats = cache.stats();
     assert_eq!((stats.pages_stored, stats.files), (0, 0), "something is left: {stats:?}");
@@ -186,19 +309,30 @@ fn a_cache_is_an_array_of_pages_or_has_not_the_page() {
 fn threads_that_read_and_write_one_file_find_no_page_older_than_the_last_write() {
     use std::sync::atomic::AtomicU64;
     const PAGES: u32 = 64;
-    let (cache, _) = cache(1 << 20);
+    let (cache, mut worker) = keeping(1 << 20);
+    let is_over = AtomicBool::new(false);
     // The file below: a version for each page. A write bumps all of them, between its begin and its end.
     let below: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
     let stamp = stamp_of_version(1);
     std::thread::scope(|scope| {
-        let (cache, below) = (&cache, &below);
+        let (cache, below, is_over) = (&cache, &below, &is_over);
         scope.spawn(move || {
             for version in 1..400 {
-                let mut writing = cache.begin_write(id(1), (0, PAGES.into()));
+                let writing = cache.begin_write(id(1), (0, PAGES.into()));
                 below.iter().for_each(|page| page.store(version, Relaxed));
-                writing.becomes(stamp);
-                drop(writing);
+                if version % 2 == 0 {
+                    writing.done(stamp, 0, &[], &[]);
+                } else {
+                    let pages: Vec<Page> = (0..PAGES).map(|page| content(1, page, version)).collect();
+                    writing.done(stamp, 0, &pages, &[]);
+                }
                 std::thread::yield_now();
+            }
+            is_over.store(true, Relaxed);
+        });
+        scope.spawn(move || {
+            while !is_over.load(Relaxed) {
+                cache.keep_written(&mut worker, Duration::from_millis(1));
             }
         });
         for reader in 0..3 {

@@ -5,9 +5,9 @@
 //! to the main queue that should have begun in the small one.
 //!
 //! # Source
-//! The ghost queue of S3-FIFO, there too a hash table of fingerprints with the time of insertion (section 4.2 of the paper, see [`super::queues`]).
+//! The ghost queue of S3-FIFO, there too a hash table of fingerprints with the time of insertion (section 4.2 of the paper, see [`crate::queues`]).
 
-use crate::stamp::FileId;
+use crate::FileId;
 
 const WAYS: usize = 4;
 
@@ -55,16 +55,20 @@ impl Ghost {
 
     /// Where the page would be, and its fingerprint.
     fn bucket(&mut self, file: FileId, page: u32) -> (&mut [Left], u32) {
-        // The finalizer of MurmurHash3, over the three numbers one after the other.
-        let mix = |mut word: u64| {
-            word = (word ^ word >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);
-            word = (word ^ word >> 33).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
-            word ^ word >> 33
-        };
-        let hash = mix(mix(mix(file.dev) ^ file.ino).wrapping_add(u64::from(page)));
+        let hash = hash(file, page);
         let first = (hash as usize & (self.places.len() / WAYS - 1)) * WAYS;
         (&mut self.places[first..first + WAYS], (hash >> 32) as u32)
     }
+}
+
+/// The finalizer of MurmurHash3, over the three numbers one after the other.
+pub fn hash(file: FileId, page: u32) -> u64 {
+    let mix = |mut word: u64| {
+        word = (word ^ word >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);
+        word = (word ^ word >> 33).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+        word ^ word >> 33
+    };
+    mix(mix(mix(file.dev) ^ file.ino).wrapping_add(u64::from(page)))
 }
 
 #[cfg(test)]

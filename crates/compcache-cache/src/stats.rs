@@ -1,12 +1,12 @@
-//! What a mount counts, and what each number is called elsewhere.
+//! What a cache counts, and what each number is called elsewhere.
 
 /// One number: its name, cleancache's and zcache's where they had one, and what it means.
-type Row = (&'static str, fn(&FsStats) -> u64, &'static str);
+type Row = (&'static str, fn(&CacheStats) -> u64, &'static str);
 
-/// The statistics of a mount at one moment. [`FsStats::TABLE`] says what each means.
+/// The statistics of a cache at one moment. [`CacheStats::TABLE`] says what each means.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs, reason = "TABLE is their documentation")]
-pub struct FsStats {
+pub struct CacheStats {
     pub succ_gets: u64,
     pub failed_gets: u64,
     pub puts: u64,
@@ -23,17 +23,17 @@ pub struct FsStats {
     pub memlimit: u64,
 }
 
-impl FsStats {
+impl CacheStats {
     /// Every statistic: name, value, meaning. Those up to `flushes` without `failed_puts` and `rejected_puts` are cleancache's, `zero_pages` to
     /// `memlimit` zcache's.
     pub const TABLE: &'static [Row] = &[
         ("succ_gets", |s| s.succ_gets, "Pages the kernel asked for that were found compressed."),
-        ("failed_gets", |s| s.failed_gets, "Pages that were read from the file below."),
-        ("hit_percent", FsStats::hit_percent, "succ_gets of both, in hundredths."),
+        ("failed_gets", |s| s.failed_gets, "Pages that were read from below."),
+        ("hit_percent", CacheStats::hit_percent, "succ_gets of both, in hundredths."),
         ("puts", |s| s.puts, "Pages that were stored."),
-        ("failed_puts", |s| s.failed_puts, "Pages that were not: the limit, or the file had changed meanwhile."),
+        ("failed_puts", |s| s.failed_puts, "Pages that were not: the limit, or a write came between."),
         ("rejected_puts", |s| s.rejected_puts, "Pages that do not compress and were seen for the first time."),
-        ("flushes", |s| s.flushes, "Stored pages that were dropped because the file changed."),
+        ("flushes", |s| s.flushes, "Stored pages that were dropped because they were written to, or the file changed."),
         ("evictions", |s| s.evictions, "Stored pages that others took the place of."),
         ("files", |s| s.files, "Files with stored pages."),
         ("pages_stored", |s| s.pages_stored, "Pages stored now."),

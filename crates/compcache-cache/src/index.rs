@@ -1,0 +1,184 @@
+//! Where the pages of files are in the pool, and what they were read from.
+//!
+//! A file has a record while pages of it are stored: the stamp it had when they were read, and where they are.
+//!
+//! A *turn* says which pages that are being read may be stored: its generation changes whenever some of them may be out of date, and what was
+//! read below may be stored only under the generation at which the reading began (docs/design/fs.md, "The order of reads and writes"). There is a fixed number of turns,
+//! which files share by a hash of what they are, so that a write needs no record. Two files that share one cost each other pages that are read during a
+//! write, one time in 4096.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::FileId;
+use crate::ghost::{Ghost, hash};
+use crate::queues::{Queues, Victim};
+use crate::written::WrittenPages;
+
+const TURNS: usize = 4096;
+
+/// Whether what is being read of some files may be stored.
+#[derive(Clone, Copy)]
+pub struct Turn {
+    /// Never the same again.
+    pub generation: u64,
+    /// Writes under way.
+    pub writers: u32,
+}
+
+pub struct Turns(Box<[Turn]>);
+
+impl Turns {
+    pub fn new() -> Turns {
+        Turns(vec![Turn { generation: 0, writers: 0 }; TURNS].into())
+    }
+
+    pub fn of(&self, id: FileId) -> Turn {
+        self.0[hash(id, 0) as usize % TURNS]
+    }
+
+    /// Makes void what is being read of the file, and says whose turn it is.
+    pub fn next(&mut self, id: FileId) -> &mut Turn {
+        let turn = &mut self.0[hash(id, 0) as usize % TURNS];
+        turn.generation += 1;
+        turn
+    }
+
+    pub fn next_of_all(&mut self) {
+        self.0.iter_mut().for_each(|turn| turn.generation += 1);
+    }
+}
+
+pub struct CachedFile<S> {
+    pub id: FileId,
+    /// What the file was like when the pages here were read.
+    pub seen: Option<S>,
+    /// Page of the file to place in the pool.
+    pub pages: BTreeMap<u32, u32>,
+}
+
+impl<S> CachedFile<S> {
+    /// Takes out the first page from `first` on, before `end`, and says where it is in the pool.
+    pub fn take_first(&mut self, first: u32, end: u32) -> Option<u32> {
+        if first >= end {
+            return None;
+        }
+        let page = *self.pages.range(first..end).next()?.0;
+        self.pages.remove(&page)
+    }
+}
+
+/// All files that have a record.
+pub struct Files<S> {
+    slots: Vec<Option<CachedFile<S>>>,
+    free: Vec<u32>,
+    by_id: HashMap<FileId, u32>,
+}
+
+impl<S> Files<S> {
+    pub fn new() -> Files<S> {
+        Files { slots: Vec::new(), free: Vec::new(), by_id: HashMap::new() }
+    }
+
+    pub fn find(&mut self, id: FileId) -> Option<(u32, &mut CachedFile<S>)> {
+        let slot = *self.by_id.get(&id)?;
+        self.slots[slot as usize].as_mut().map(|file| (slot, file))
+    }
+
+    pub fn at(&mut self, slot: u32) -> Option<&mut CachedFile<S>> {
+        self.slots.get_mut(slot as usize)?.as_mut()
+    }
+
+    /// The record of a file, made if there is none.
+    pub fn make(&mut self, id: FileId) -> u32 {
+        if let Some(slot) = self.by_id.get(&id) {
+            return *slot;
+        }
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(None);
+            // All may be given back without asking for memory.
+            self.free.reserve(self.slots.len());
+            (self.slots.len() - 1) as u32
+        });
+        self.slots[slot as usize] = Some(CachedFile { id, seen: None, pages: BTreeMap::new() });
+        self.by_id.insert(id, slot);
+        slot
+    }
+
+    /// All slots that may have a record are below this.
+    pub fn slots(&self) -> u32 {
+        self.slots.len() as u32
+    }
+
+    /// Forgets a record that says nothing.
+    pub fn tidy(&mut self, slot: u32) {
+        if let Some(file) = self.at(slot)
+            && file.pages.is_empty()
+        {
+            let id = file.id;
+            self.slots[slot as usize] = None;
+            self.by_id.remove(&id);
+            self.free.push(slot);
+        }
+    }
+
+    /// How many records there are.
+    pub fn count(&self) -> usize {
+        self.by_id.len()
+    }
+}
+
+/// What the cache's lock protects.
+pub struct Index<S> {
+    pub files: Files<S>,
+    pub turns: Turns,
+    pub queues: Queues,
+    pub ghost: Ghost,
+    pub written: WrittenPages<S>,
+    /// What the pages in the queues are taken to cost, in bytes.
+    pub charged_bytes: u64,
+    pub limit_bytes: u64,
+}
+
+/// Beside the object: slot of the pool's table, place, the file's map, and some of a span that is not full.
+const PAGE_BYTES: u64 = 80;
+
+/// What a page is taken to cost: its object with what its size class wastes, and the tables' share.
+pub fn charge(bytes: u16) -> u64 {
+    let bytes = u64::from(bytes);
+    bytes + bytes / 32 + PAGE_BYTES
+}
+
+impl<S: Copy + PartialEq> Index<S> {
+    /// Memory of the index itself, in bytes: what is not in the store.
+    pub fn own_bytes(&self) -> u64 {
+        let turns = size_of_val(&*self.turns.0) as u64;
+        turns
+            + self.queues.bytes()
+            + self.ghost.bytes()
+            + self.written.bytes()
+            + (self.queues.length() * 16 + self.files.count() * 160) as u64
+    }
+
+    /// Adds a stored page to a file.
+    pub fn admit(&mut self, slot: u32, page: u32, place: u32, bytes: u16, to_main: bool) {
+        let Some(file) = self.files.at(slot) else { return };
+        file.pages.insert(page, place);
+        self.queues.admit(place, slot, page, bytes, to_main);
+        self.charged_bytes += charge(bytes);
+    }
+
+    /// Takes the page that goes next out of its file, and says where in the pool it is: to be discarded there, then released.
+    pub fn evict(&mut self) -> Option<u32> {
+        let Victim { place, file: slot, page, becomes_ghost } = self.queues.next_victim()?;
+        self.charged_bytes -= charge(self.queues.bytes_of(place));
+        if let Some(file) = self.files.at(slot) {
+            let id = file.id;
+            file.pages.remove(&page);
+            if becomes_ghost {
+                self.ghost.remember(id, page);
+            }
+        }
+        self.files.tidy(slot);
+        Some(place)
+    }
+}

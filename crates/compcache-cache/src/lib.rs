@@ -1,0 +1,661 @@
+//! Pages of files and disks, compressed, as many as a limit allows: what was dropped elsewhere is found here without reading below again.
+//!
+//! ```text
+//!    compcache-fs      pages of the files of a tree        compcache-block      blocks of a device
+//!          \                                                   /
+//!           +----------------  a cache  ----------------------+     which pages, which go, which are good
+//!                                 |
+//!                       compcache-store: a pool                     their bytes, compressed
+//! ```
+//!
+//! A *file* here is whatever has pages by number, under a [`FileId`]: a file of a tree, or a megabyte of a disk. What tells one version of it from
+//! another is its *stamp*, of whatever type the front end has for that; a front end that hears of every change has none, `()`.
+//!
+//! The kernel tells nobody which page it drops. So a page enters when it is read from below or written, while the kernel has it too, and stays,
+//! compressed, to a third of its size or so, for when the kernel has dropped it. What was written enters by a queue (`written`), if a thread of
+//! the front end serves that.
+//!
+//! | call           | when                                | does                                                                     |
+//! |----------------|-------------------------------------|--------------------------------------------------------------------------|
+//! | `begin_read`   | before anything is read             | drops what was read under another stamp; gives a token                   |
+//! | `get`          | then                                | the pages that are here                                                  |
+//! | `put`          | the others were read below          | stores them, if the token is still good                                  |
+//! | `begin_write`  | before a write, until it is done    | drops the range, makes all tokens of the file void, and new ones useless |
+//! | `done`         | it is done                          | has its pages wait to be stored                                          |
+//! | `keep_up`      | all the time, by a thread of its own | stores them, and empties half-empty spans                                |
+//!
+//! **Never stale.** A token is of a generation. A write makes a new one before it begins and again when it is done, so what a read took
+//! from below before or during a write is not stored after it. A page that is got is checked to be still the same place and version after it was
+//! decompressed, under the lock.
+//!
+//! **Memory.** What pages cost is estimated when they come (`index::charge`) and kept below 15/16 of the limit by letting others go
+//! (`queues`); the store refuses at the limit itself, and then a quarter goes. A page that does not compress is kept only when it comes again soon: it costs
+//! what it would in the kernel's cache, which had it already. Half-empty spans are emptied by [`Cache::compact`].
+//!
+//! **Allocations.** To find pages, and to write, asks nobody for memory (tests/allocation.rs of compcache-block): a write may be the kernel's, for want of it. To store pages does,
+//! for the index.
+//!
+//! Lock: one, the index. Around the store only where a page is discarded, never where one is compressed, decompressed or read below.
+
+#![deny(unsafe_code)]
+
+mod ghost;
+mod index;
+mod queues;
+mod stats;
+mod written;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use compcache_store::{
+    Codec, Page, PageIndex, Pool, PoolConfig, Read, Store, StoreConfig, StoreError, Worker, Written,
+};
+use rustix::time::{ClockId, clock_gettime};
+
+pub use stats::CacheStats;
+
+use ghost::Ghost;
+use index::{Files, Index, Turns, charge};
+use queues::Queues;
+use written::WrittenPages;
+
+/// Addresses for the pool: the limit can grow to a third of it and more.
+const RESERVE_BYTES: u64 = 512 << 30;
+/// The ghost remembers a page for so many bytes of the limit: as many pages as compress to that.
+const GHOST_PER_BYTES: u64 = 2048;
+const GHOST_PAGES_MAX: u64 = 1 << 22;
+/// Below this there is no room for a pool's tables, and nothing is kept.
+const LEAST_BYTES: u64 = 1 << 20;
+/// The index is counted in steps of this.
+const OWN_STEP_BYTES: u64 = 64 << 10;
+/// Objects moved by one step of compaction.
+const COMPACTED_AT_ONCE: usize = 64;
+
+/// Steps that whoever meets a full store makes: a millisecond or two.
+const COMPACTED_WHEN_FULL: usize = 16;
+
+/// Between two looks at whether there is something to compact.
+const BETWEEN_COMPACTIONS: Duration = Duration::from_millis(250);
+
+/// Pages that are got or put under one hold of the lock.
+const AT_ONCE: usize = 64;
+/// Pages that are copied, or stored of those that wait, under one.
+const KEPT_AT_ONCE: usize = 16;
+
+/// Something that has pages, whatever its name: a file's device and number, or what a front end numbers so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FileId {
+    /// The device of a file.
+    pub dev: u64,
+    /// The file's number on it.
+    pub ino: u64,
+}
+
+/// What a read needs to store what it reads.
+#[derive(Clone, Copy)]
+pub struct Token {
+    id: FileId,
+    slot: u32,
+    generation: u64,
+    keeps: bool,
+}
+
+/// Pages of files that have stamps of type `S`.
+pub struct Cache<S> {
+    index: Mutex<Index<S>>,
+    /// Pages wait to be stored.
+    written: Condvar,
+    pool: Arc<Pool>,
+    store: Arc<Store>,
+    /// Pages were let go since compaction last looked.
+    discarded: AtomicBool,
+    found: AtomicU64,
+    missed: AtomicU64,
+    stored: AtomicU64,
+    refused: AtomicU64,
+    rejected: AtomicU64,
+    flushed: AtomicU64,
+    evicted: AtomicU64,
+}
+
+impl<S: Copy + PartialEq> Cache<S> {
+    /// An empty cache.
+    ///
+    /// # Errors
+    /// Those of making a store: the system refuses addresses (RLIMIT_AS), or the codec is none.
+    pub fn new(limit_bytes: u64, codec: Codec) -> Result<Cache<S>, StoreError> {
+        // The limit is set with each change of what the index takes.
+        let store = Store::new(StoreConfig { limit_bytes: 0, reserve_bytes: RESERVE_BYTES, ..StoreConfig::default() })?;
+        let pool = store.create_pool(PoolConfig { codec, ..PoolConfig::default() })?;
+        let index = Index {
+            files: Files::new(),
+            turns: Turns::new(),
+            queues: Queues::new(),
+            ghost: ghost(limit_bytes),
+            written: WrittenPages::new(),
+            charged_bytes: 0,
+            limit_bytes,
+        };
+        let zero = || AtomicU64::new(0);
+        let cache = Cache {
+            index: Mutex::new(index),
+            written: Condvar::new(),
+            pool,
+            store,
+            discarded: AtomicBool::new(false),
+            found: zero(),
+            missed: zero(),
+            stored: zero(),
+            refused: zero(),
+            rejected: zero(),
+            flushed: zero(),
+            evicted: zero(),
+        };
+        cache.fit_store(&cache.lock());
+        Ok(cache)
+    }
+
+    /// What a thread needs to get and put pages.
+    ///
+    /// # Errors
+    /// The system refuses memory.
+    pub fn worker(&self) -> Result<Worker, StoreError> {
+        Worker::new(&self.store, now_ns)
+    }
+
+    /// A read of a file that has this stamp begins. Unless it `is_settled`, nothing that is read now will be kept.
+    pub fn begin_read(&self, id: FileId, stamp: S, is_settled: bool) -> Token {
+        let index = &mut *self.lock();
+        let slot = index.files.make(id);
+        if index.files.at(slot).is_some_and(|file| file.seen != Some(stamp)) {
+            index.turns.next(id);
+            if index.files.at(slot).is_some_and(|file| file.seen.is_some()) {
+                index.written.outdate_all(Some(id));
+            }
+            self.drop_pages(index, slot, 0, u32::MAX);
+            if let Some(file) = index.files.at(slot) {
+                file.seen = Some(stamp);
+            }
+        }
+        let turn = index.turns.of(id);
+        Token { id, slot, generation: turn.generation, keeps: is_settled && turn.writers == 0 }
+    }
+
+    /// Whether all of these pages are here now.
+    pub fn has(&self, id: FileId, first: u32, count: usize) -> bool {
+        let index = &mut *self.lock();
+        let end = first.saturating_add(count as u32);
+        index.files.find(id).is_some_and(|(_, file)| file.pages.range(first..end).count() == count)
+    }
+
+    /// Reads the pages from `first` on that are here into `pages`, and says of each in `found` whether it was.
+    pub fn get(&self, worker: &mut Worker, token: Token, first: u32, pages: &mut [Page], found: &mut [bool]) {
+        let mut next = first;
+        for (pages, found) in pages.chunks_mut(AT_ONCE).zip(found.chunks_mut(AT_ONCE)) {
+            self.get_some(worker, token, next, pages, found);
+            next = next.saturating_add(AT_ONCE as u32);
+        }
+        let here = found.iter().filter(|found| **found).count() as u64;
+        self.found.fetch_add(here, Relaxed);
+        self.missed.fetch_add(found.len() as u64 - here, Relaxed);
+    }
+
+    fn get_some(&self, worker: &mut Worker, token: Token, first: u32, pages: &mut [Page], found: &mut [bool]) {
+        found.fill(false);
+        // Page, place and version.
+        let (mut places, mut count) = ([(0, 0, 0); AT_ONCE], 0);
+        {
+            let index = &mut *self.lock();
+            let is_same = index.turns.of(token.id).generation == token.generation;
+            if let Some(file) = index.files.at(token.slot).filter(|file| is_same && file.id == token.id) {
+                for (page, place) in file.pages.range(first..first.saturating_add(pages.len() as u32)) {
+                    index.queues.count_read(*place);
+                    places[count] = (*page, *place, index.queues.version(*place));
+                    count += 1;
+                }
+            }
+        }
+        let places = &places[..count];
+        for (page, place, _) in places {
+            let at = (page - first) as usize;
+            // A damaged page is read below instead; it is replaced when it has gone.
+            found[at] = self.pool.read(worker, PageIndex((*place).into()), &mut pages[at]) == Ok(Read::Done);
+        }
+        let index = self.lock();
+        for (page, place, version) in places {
+            found[(page - first) as usize] &= index.queues.version(*place) == *version;
+        }
+    }
+
+    /// Stores pages that were read below since `token` was given, those from `first` on. To be called once for each run, and with
+    /// none if nothing was read.
+    pub fn put(&self, worker: &mut Worker, token: Token, first: u32, pages: &[Page]) {
+        let (mut next, mut is_full) = (first, false);
+        for pages in pages.chunks(AT_ONCE) {
+            is_full |= self.put_some(worker, token, next, pages);
+            next = next.saturating_add(AT_ONCE as u32);
+        }
+        self.lock().files.tidy(token.slot);
+        if is_full {
+            self.make_room(worker);
+        }
+    }
+
+    /// Returns whether the store was full.
+    fn put_some(&self, worker: &mut Worker, token: Token, first: u32, pages: &[Page]) -> bool {
+        let mut places = [(0, 0); AT_ONCE];
+        let count = self.reserve(token, first, pages.len(), &mut places);
+        let places = &places[..count];
+        let (mut written, mut is_full) = ([None; AT_ONCE], false);
+        for ((page, place), written) in places.iter().zip(&mut written) {
+            if !is_full {
+                let page = &pages[(page - first) as usize];
+                *written = self.pool.write(worker, PageIndex((*place).into()), page).ok();
+                is_full = written.is_none();
+            }
+        }
+        let index = &mut *self.lock();
+        let is_good = index.is_good(token);
+        for ((page, place), written) in places.iter().zip(written) {
+            self.settle(index, token.slot, *page, *place, written.filter(|_| is_good), false);
+        }
+        self.trim(index, is_full);
+        is_full
+    }
+
+    /// Lets go of what has become too much.
+    fn trim(&self, index: &mut Index<S>, is_full: bool) {
+        self.fit_store(index);
+        let target = index.limit_bytes / 16 * if is_full { 12 } else { 15 };
+        self.shrink(index, target.saturating_sub(index.ghost.bytes() + index.written.bytes()));
+    }
+
+    /// Stores pages that were written and wait for it; if there are none, waits for them, for so long at most. For one thread,
+    /// again and again: with its first call what is written begins to be kept.
+    pub fn keep_written(&self, worker: &mut Worker, patience: Duration) {
+        let (wanted, there) = {
+            let index = self.lock();
+            (WrittenPages::<S>::buffers_wanted(index.limit_bytes), index.written.buffers())
+        };
+        if wanted != there {
+            // Not of zeroes: the memory is to be there, and not to come with the first write.
+            let more = (there..wanted).map(|_| Box::new([0xff; 4096])).collect();
+            let index = &mut *self.lock();
+            index.written.fit_buffers(wanted, more);
+            self.trim(index, false);
+        }
+        let index = self.lock();
+        let waited = self.written.wait_timeout_while(index, patience, |index| index.written.is_empty());
+        drop(waited);
+        let begun = Instant::now();
+        while self.keep_some(worker) && begun.elapsed() < BETWEEN_COMPACTIONS {}
+    }
+
+    /// Returns whether there may be more.
+    fn keep_some(&self, worker: &mut Worker) -> bool {
+        let mut contents = [const { None }; KEPT_AT_ONCE];
+        let mut places = [None; KEPT_AT_ONCE];
+        let taken = {
+            let index = &mut *self.lock();
+            let taken = index.written.take(&mut contents);
+            for (at, place) in places.iter_mut().enumerate().take(taken) {
+                let is_wanted = index.written.nth(at).is_some() && index.limit_bytes >= LEAST_BYTES;
+                *place = if is_wanted { index.queues.take() } else { None };
+            }
+            taken
+        };
+        if taken == 0 {
+            return false;
+        }
+        let (mut stored, mut is_full) = ([None; KEPT_AT_ONCE], false);
+        for ((content, place), stored) in contents.iter().zip(places).zip(&mut stored) {
+            if let (Some(content), Some(place), false) = (content, place, is_full) {
+                *stored = self.pool.write(worker, PageIndex(place.into()), content).ok();
+                is_full = stored.is_none();
+            }
+        }
+        {
+            let index = &mut *self.lock();
+            for ((content, place), stored) in contents.into_iter().zip(places).zip(stored).take(taken) {
+                let waiting = index.written.pop(content, index.limit_bytes);
+                let Some(place) = place else { continue };
+                let Some(waiting) = waiting else {
+                    self.release(index, place);
+                    continue;
+                };
+                let slot = index.files.make(waiting.id);
+                let seen = index.files.at(slot).map(|file| *file.seen.get_or_insert(waiting.stamp));
+                let stored = stored.filter(|_| seen == Some(waiting.stamp));
+                self.settle(index, slot, waiting.page, place, stored, true);
+                index.files.tidy(slot);
+            }
+            index.written.kept();
+            self.trim(index, is_full);
+        }
+        if is_full {
+            self.make_room(worker);
+        }
+        true
+    }
+
+    /// What was let go of leaves spans half empty; some of them are emptied at once, so that the next pages find room.
+    fn make_room(&self, worker: &mut Worker) {
+        for _ in 0..COMPACTED_WHEN_FULL {
+            if self.store.compact(worker, COMPACTED_AT_ONCE).finished {
+                return;
+            }
+        }
+    }
+
+    /// Takes places for the pages that are not here yet, and says for how many; none if the token is void.
+    fn reserve(&self, token: Token, first: u32, count: usize, places: &mut [(u32, u32); AT_ONCE]) -> usize {
+        let index = &mut *self.lock();
+        if !index.is_good(token) || index.limit_bytes < LEAST_BYTES {
+            return 0;
+        }
+        let mut taken = 0;
+        for page in first..first.saturating_add(count as u32) {
+            if index.files.at(token.slot).is_some_and(|file| !file.pages.contains_key(&page))
+                && let Some(place) = index.queues.take()
+            {
+                places[taken] = (page, place);
+                taken += 1;
+            }
+        }
+        taken
+    }
+
+    /// Decides of one page that was written to the pool: admitted, or let go of. That somebody writes it is no sign that it is read.
+    fn settle(
+        &self,
+        index: &mut Index<S>,
+        slot: u32,
+        page: u32,
+        place: u32,
+        stored: Option<Written>,
+        is_of_write: bool,
+    ) {
+        let Some((written, file)) = stored.zip(index.files.at(slot)) else {
+            self.refused.fetch_add(1, Relaxed);
+            return self.release(index, place);
+        };
+        let (id, is_here) = (file.id, file.pages.contains_key(&page));
+        if is_here {
+            // Another read of the same page was quicker.
+            return self.release(index, place);
+        }
+        let was_ghost = !is_of_write && index.ghost.take(id, page);
+        let bytes = match written {
+            Written::SameFilled => 0,
+            Written::Compressed { bytes } => bytes,
+            Written::Raw if was_ghost => 4096,
+            Written::Raw => {
+                if !is_of_write {
+                    index.ghost.remember(id, page);
+                }
+                self.rejected.fetch_add(1, Relaxed);
+                return self.release(index, place);
+            }
+        };
+        index.admit(slot, page, place, bytes, was_ghost);
+        self.stored.fetch_add(1, Relaxed);
+    }
+
+    /// A write to a file begins; it ends when the answer is dropped. `pages` of it are dropped, by numbers from .. to.
+    pub fn begin_write(&self, id: FileId, pages: (u64, u64)) -> Writing<'_, S> {
+        let index = &mut *self.lock();
+        index.turns.next(id).writers += 1;
+        let number = index.written.begin(id, pages);
+        if let Some((slot, _)) = index.files.find(id) {
+            self.drop_pages(index, slot, clamp(pages.0), clamp(pages.1));
+            index.files.tidy(slot);
+        }
+        Writing { cache: self, id, pages, number, is_over: false }
+    }
+
+    /// Drops all pages of a file that is no more.
+    pub fn drop_file(&self, id: FileId) {
+        let index = &mut *self.lock();
+        index.turns.next(id);
+        index.written.outdate_all(Some(id));
+        if let Some((slot, _)) = index.files.find(id) {
+            self.drop_pages(index, slot, 0, u32::MAX);
+            index.files.tidy(slot);
+        }
+    }
+
+    /// Drops all pages of all files, and whatever is being read for them.
+    pub fn clear(&self) {
+        let index = &mut *self.lock();
+        index.turns.next_of_all();
+        index.written.outdate_all(None);
+        for slot in 0..index.files.slots() {
+            self.drop_pages(index, slot, 0, u32::MAX);
+            index.files.tidy(slot);
+        }
+    }
+
+    /// Changes the limit, in bytes; what does not fit any more goes at once, and the memory with the next compaction.
+    pub fn set_limit_bytes(&self, limit_bytes: u64) {
+        let index = &mut *self.lock();
+        index.limit_bytes = limit_bytes;
+        index.ghost = ghost(limit_bytes);
+        index.written.fit_buffers(WrittenPages::<S>::buffers_wanted(limit_bytes), Vec::new());
+        self.fit_store(index);
+        let target = if limit_bytes < LEAST_BYTES { 0 } else { limit_bytes / 16 * 15 };
+        self.shrink(index, target.saturating_sub(index.ghost.bytes() + index.written.bytes()));
+    }
+
+    /// Changes what pages are compressed with from now on.
+    ///
+    /// # Errors
+    /// [`StoreError::NoSuchCodec`].
+    pub fn set_codec(&self, codec: Codec) -> Result<(), StoreError> {
+        self.pool.set_codec(codec)
+    }
+
+    /// What must be done beside reading and writing, by a thread that does nothing else, as long as there is the cache: memory of
+    /// half-empty spans is given back, and, with `keeps_written`, what is written is stored.
+    pub fn keep_up(cache: &Weak<Cache<S>>, mut worker: Worker, keeps_written: bool) {
+        let mut compacted = Instant::now();
+        while let Some(cache) = cache.upgrade() {
+            if compacted.elapsed() >= BETWEEN_COMPACTIONS {
+                cache.compact(&mut worker);
+                compacted = Instant::now();
+            }
+            if keeps_written {
+                cache.keep_written(&mut worker, BETWEEN_COMPACTIONS);
+            } else {
+                drop(cache);
+                thread::sleep(BETWEEN_COMPACTIONS);
+            }
+        }
+    }
+
+    /// Gives memory of half-empty spans back, if pages have gone since this was last called.
+    pub fn compact(&self, worker: &mut Worker) {
+        if self.discarded.swap(false, Relaxed) {
+            while !self.store.compact(worker, COMPACTED_AT_ONCE).finished {}
+        }
+    }
+
+    /// The statistics now.
+    pub fn stats(&self) -> CacheStats {
+        let index = self.lock();
+        let (limit_bytes, own_bytes, files) = (index.limit_bytes, index.own_bytes(), index.files.count());
+        drop(index);
+        let pool = self.pool.stats();
+        CacheStats {
+            succ_gets: self.found.load(Relaxed),
+            failed_gets: self.missed.load(Relaxed),
+            puts: self.stored.load(Relaxed),
+            failed_puts: self.refused.load(Relaxed),
+            rejected_puts: self.rejected.load(Relaxed),
+            flushes: self.flushed.load(Relaxed),
+            evictions: self.evicted.load(Relaxed),
+            files: files as u64,
+            pages_stored: pool.pages_stored(),
+            zero_pages: pool.same_pages,
+            orig_data_size: pool.orig_data_size,
+            compr_data_size: pool.compr_data_size,
+            mem_used_total: self.store.mem_used_total_bytes() + own_bytes,
+            memlimit: limit_bytes,
+        }
+    }
+
+    /// Drops the pages of a file from `first` to before `end` (to the last, if that is `u32::MAX`).
+    fn drop_pages(&self, index: &mut Index<S>, slot: u32, first: u32, end: u32) {
+        while let Some(place) = index.files.at(slot).and_then(|file| file.take_first(first, end)) {
+            index.charged_bytes -= charge(index.queues.bytes_of(place));
+            self.flushed.fetch_add(1, Relaxed);
+            self.release(index, place);
+        }
+    }
+
+    /// Leaves to the store what the index does not take, of which it is told in steps.
+    fn fit_store(&self, index: &Index<S>) {
+        let own_bytes = index.own_bytes().next_multiple_of(OWN_STEP_BYTES);
+        let rest = index.limit_bytes.saturating_sub(own_bytes);
+        if rest != self.store.limit_bytes() {
+            self.store.set_limit_bytes(rest);
+        }
+    }
+
+    fn shrink(&self, index: &mut Index<S>, target_bytes: u64) {
+        while index.charged_bytes > target_bytes {
+            let Some(place) = index.evict() else { return };
+            self.evicted.fetch_add(1, Relaxed);
+            self.release(index, place);
+        }
+    }
+
+    fn release(&self, index: &mut Index<S>, place: u32) {
+        self.pool.discard(PageIndex(place.into()));
+        self.discarded.store(true, Relaxed);
+        index.queues.release(place);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Index<S>> {
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<S> Index<S> {
+    fn is_good(&mut self, token: Token) -> bool {
+        let turn = self.turns.of(token.id);
+        let is_same = turn.generation == token.generation && turn.writers == 0;
+        token.keeps && is_same && self.files.at(token.slot).is_some_and(|file| file.id == token.id)
+    }
+}
+
+/// A write under way.
+pub struct Writing<'c, S: Copy + PartialEq> {
+    cache: &'c Cache<S>,
+    id: FileId,
+    pages: (u64, u64),
+    /// What it is called among those that are written.
+    number: u64,
+    is_over: bool,
+}
+
+impl<S: Copy + PartialEq> Writing<'_, S> {
+    /// The write is done, the file below has this stamp because of it and of nothing else, so that what else is kept of it stays good; and it has
+    /// these pages from `first` on, of those that the write was begun for, and behind them, if that is not empty, its `end`, less than a page. They are
+    /// kept if there is a buffer for them, and no other write came near.
+    pub fn done(mut self, stamp: S, first: u64, pages: &[Page], end: &[u8]) {
+        self.is_over = true;
+        self.end(&mut self.cache.lock(), Some(stamp));
+        let mut next = first;
+        for pages in pages.chunks(KEPT_AT_ONCE) {
+            // Those behind would find no buffer, either.
+            if !self.keep(stamp, next, pages) {
+                return;
+            }
+            next += pages.len() as u64;
+        }
+        if !end.is_empty() {
+            let mut last = [0; 4096];
+            last[..end.len()].copy_from_slice(end);
+            self.keep(stamp, next, std::slice::from_ref(&last));
+        }
+    }
+
+    /// Copies a few pages into the queue. Returns whether there is any use in more. A write that meets this one in between makes
+    /// them not be kept; so does one that comes later.
+    fn keep(&self, stamp: S, first: u64, pages: &[Page]) -> bool {
+        let mut buffers = [const { None }; KEPT_AT_ONCE];
+        {
+            let written = &mut self.cache.lock().written;
+            if written.buffers() == 0 {
+                return false;
+            }
+            buffers.iter_mut().take(pages.len()).for_each(|buffer| *buffer = written.buffer());
+        }
+        let mut copied = 0;
+        for (page, buffer) in pages.iter().zip(&mut buffers) {
+            if let Some(buffer) = buffer {
+                **buffer = *page;
+                copied += 1;
+            }
+        }
+        self.cache.refused.fetch_add((pages.len() - copied) as u64, Relaxed);
+        let written = &mut self.cache.lock().written;
+        let (is_alone, was_empty) = (written.is_alone(self.number), written.is_empty());
+        for (buffer, page) in buffers.into_iter().flatten().zip(first..) {
+            let is_of_write = (self.pages.0..self.pages.1).contains(&page);
+            match u32::try_from(page).ok().filter(|page| is_alone && is_of_write && *page != u32::MAX) {
+                Some(page) => written.push(self.id, page, stamp, buffer),
+                None => written.give_back(buffer),
+            }
+        }
+        if was_empty {
+            self.cache.written.notify_one();
+        }
+        copied == pages.len()
+    }
+
+    /// Nothing is being written any more. What the file looks like now, if it is known that nobody else has changed it.
+    fn end(&self, index: &mut Index<S>, becomes: Option<S>) {
+        index.turns.next(self.id).writers -= 1;
+        if let Some(stamp) = becomes {
+            index.written.becomes(self.id, stamp);
+        }
+        if let Some((slot, file)) = index.files.find(self.id) {
+            if becomes.is_some() && file.seen.is_some() {
+                file.seen = becomes;
+            }
+            self.cache.drop_pages(index, slot, clamp(self.pages.0), clamp(self.pages.1));
+            index.files.tidy(slot);
+        }
+    }
+}
+
+impl<S: Copy + PartialEq> Drop for Writing<'_, S> {
+    fn drop(&mut self) {
+        let index = &mut *self.cache.lock();
+        if !self.is_over {
+            self.end(index, None);
+        }
+        index.written.end(self.number);
+    }
+}
+
+fn ghost(limit_bytes: u64) -> Ghost {
+    Ghost::new((limit_bytes / GHOST_PER_BYTES).clamp(64, GHOST_PAGES_MAX) as usize)
+}
+
+/// Pages beyond the last that is kept are not here anyway.
+fn clamp(page: u64) -> u32 {
+    u32::try_from(page).unwrap_or(u32::MAX)
+}
+
+fn now_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,123 @@
+//! What the thread that makes groups needs for it, made once.
+
+use alloc::sync::Arc;
+
+use super::{CREDIT_FOR_GROUP, FRAME_BYTES_MAX, GROUP_BYTES, MEMBERS_MAX};
+use crate::backing::buffer::Buffer;
+use crate::budget::Credit;
+use crate::codec::GroupCompressor;
+use crate::error::StoreError;
+use crate::page::{PAGE_SIZE, Page, PageIndex};
+use crate::store::Store;
+
+/// Memory that making groups may touch is set aside while there is some, so that it works when there is none.
+const CREDIT_ASIDE: u64 = 256 << 10;
+const CREDIT_SHARE: u64 = 64;
+
+/// A page that is to be in the next group.
+#[derive(Clone, Copy)]
+pub(crate) struct Candidate {
+    pub index: PageIndex,
+    /// It comes from a sparse group.
+    pub in_group: bool,
+    pub age: u8,
+    /// What it takes now.
+    pub slot_bytes: usize,
+}
+
+/// Context and buffers for making groups ([`Pool::recompress`](crate::Pool::recompress)): all of its memory is taken when it is made,
+/// a megabyte of addresses or some, touched as far as the level needs it; using it allocates nothing.
+///
+/// It belongs to one store, and holds up to 256 KiB of credit against its limit.
+pub struct Recompressor {
+    store: Arc<Store>,
+    compressor: GroupCompressor,
+    frame: Buffer,
+    pages: Buffer,
+    candidates: [Option<Candidate>; MEMBERS_MAX],
+    count: usize,
+    pub(crate) credit: Credit,
+}
+
+impl Recompressor {
+    /// For pools of `store`, compressing with zstd at `level`: 1..=19, or -7..=-1 for faster and larger.
+    ///
+    /// # Errors
+    /// [`StoreError::NoSuchCodec`] for the level, [`StoreError::MemoryRefused`], [`StoreError::CodecFailed`].
+    pub fn new(store: &Arc<Store>, level: i8) -> Result<Recompressor, StoreError> {
+        Ok(Recompressor {
+            store: store.clone(),
+            compressor: GroupCompressor::new(level)?,
+            frame: Buffer::new(FRAME_BYTES_MAX)?,
+            pages: Buffer::new(GROUP_BYTES)?,
+            candidates: [None; MEMBERS_MAX],
+            count: 0,
+            credit: Credit::default(),
+        })
+    }
+
+    pub(crate) fn store(&self) -> &Arc<Store> {
+        &self.store
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.count = 0;
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.count == MEMBERS_MAX
+    }
+
+    /// Room for the page of the next candidate. There is some unless it [`Recompressor::is_full`].
+    pub(crate) fn next_page(&mut self) -> &mut Page {
+        &mut self.pages.as_chunks_mut::<PAGE_SIZE>().0[self.count]
+    }
+
+    /// The page in [`Recompressor::next_page`] is a candidate.
+    pub(crate) fn push(&mut self, candidate: Candidate) {
+        self.candidates[self.count] = Some(candidate);
+        self.count += 1;
+    }
+
+    /// The candidates and their pages, in the order of their indexes.
+    pub(crate) fn candidates(&self) -> impl ExactSizeIterator<Item = (Candidate, &Page)> {
+        let pages = self.pages.as_chunks::<PAGE_SIZE>().0;
+        let known = |(candidate, page)| (Option::expect(candidate, "counted"), page);
+        self.candidates[..self.count].iter().copied().zip(pages).map(known)
+    }
+
+    /// Compresses the first `count` of them; `None` if the frame would be too long.
+    pub(crate) fn compress(&mut self, count: usize) -> Option<usize> {
+        self.compressor.compress(&self.pages[..count * PAGE_SIZE], &mut self.frame)
+    }
+
+    /// The frame, and the credit that making a group of it takes.
+    pub(crate) fn frame(&mut self, length: usize) -> (&[u8], &mut Credit) {
+        (&self.frame[..length], &mut self.credit)
+    }
+
+    /// Makes sure of the credit for one group.
+    ///
+    /// # Errors
+    /// [`StoreError::LimitReached`], also where the store has not fallen to 90 % yet, but never before 100 %: what is made
+    /// with the credit gives more back than it takes.
+    pub(crate) fn admit(&mut self) -> Result<(), StoreError> {
+        if self.credit.bytes >= CREDIT_FOR_GROUP {
+            return Ok(());
+        }
+        let budget = &self.store.budget;
+        let aside = CREDIT_ASIDE.min(budget.limit_bytes() / CREDIT_SHARE) / PAGE_SIZE as u64 * PAGE_SIZE as u64;
+        let charge = |wanted: u64| {
+            let missing = wanted.saturating_sub(self.credit.bytes);
+            budget.charge_if_it_fits(missing).map(|()| missing)
+        };
+        self.credit.bytes += charge(aside.max(CREDIT_FOR_GROUP)).or_else(|_| charge(CREDIT_FOR_GROUP))?;
+        Ok(())
+    }
+}
+
+impl Drop for Recompressor {
+    fn drop(&mut self) {
+        self.store.budget.uncharge(self.credit.bytes);
+    }
+}

@@ -1,0 +1,257 @@
+//! Recompression: cold pages become groups.
+//!
+//! | step     | what                                                                   | locks held          |
+//! |----------|------------------------------------------------------------------------|---------------------|
+//! | gather   | up to 16 cold pages, in the order of their indexes, are decoded        | the slot of each    |
+//! | compress | all of them, as one frame; if that is too long, the first eight        | none                |
+//! | decide   | a group that saves less than an eighth of what its pages take is none  | none                |
+//! | add      | the frame goes to the arena, where there is room below the limit       | none                |
+//! | settle   | each slot whose page is still the same says where it is now            | that slot           |
+//!
+//! So nobody waits for compression, and what was written, discarded or used meanwhile is not in the group; its bit is cleared.
+//! Pages of groups of which less than half is alive are gathered again, whatever their age, and the old group goes with its
+//! last page. A page that is read a second time leaves its group for an object of its own (`read.rs`).
+//!
+//! Raw pages are gathered if zstd makes three quarters of one alone.
+//!
+//! What was gathered in vain stays as it is. It is not tried again by who asks for pages that have *become* cold: the range
+//! of ages that counts as cold has two ends.
+
+use core::ops::RangeInclusive;
+use core::sync::atomic::Ordering::Relaxed;
+
+use super::{Pool, PoolCore, write};
+use crate::checksum;
+use crate::codec::Codec;
+use crate::error::StoreError;
+use crate::groups::{Candidate, GroupSize, MEMBERS_LEAST, MEMBERS_MAX, Recompressor};
+use crate::page::{PAGE_SIZE, Page, PageIndex};
+use crate::slot::{self, Member, Object, Slot};
+use crate::stats::Footprint;
+use crate::store::Store;
+use crate::table::{FANOUT, SlotGuard};
+use crate::worker::Worker;
+
+/// A group must save at least such a part of what its pages took.
+const SAVED_PART: usize = 8;
+/// Zstd must make so much of a raw page.
+const RAW_WORTH_BYTES: usize = PAGE_SIZE / 4 * 3;
+const TRIED_LEVEL: Codec = Codec::Zstd { level: 1 };
+
+/// What one step of recompression did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Recompressed {
+    /// Pages that are in the group that was made; none if it did not pay.
+    pub pages: usize,
+    /// What they took before, and the group takes now, in bytes of slots in the arena.
+    pub before_bytes: u64,
+    /// See above.
+    pub after_bytes: u64,
+    /// Where to go on; `None`: this was the last of the pool.
+    pub next: Option<PageIndex>,
+}
+
+impl Pool {
+    /// Looks from page `from` on for pages that were last used so many ages ago, and makes one group of up to sixteen of them, if
+    /// that pays. Goes on from [`Recompressed::next`] when called again. May run while any other operations do.
+    ///
+    /// Allocates nothing. Memory that becomes free goes back to the system when enough has, and at the end of the pool.
+    ///
+    /// # Errors
+    /// [`StoreError::LimitReached`] when there is not even room for what is made before the old is freed; [`StoreError::MemoryRefused`].
+    /// Nothing is lost, and `from` is where to go on later.
+    pub fn recompress(
+        &self,
+        worker: &mut Worker,
+        recompressor: &mut Recompressor,
+        cold: RangeInclusive<u8>,
+        from: PageIndex,
+    ) -> Result<Recompressed, StoreError> {
+        debug_assert!(core::ptr::eq(&*self.store, &**recompressor.store()), "a recompressor serves one store");
+        // Taken while there is some, for when there is none.
+        let _ = recompressor.admit();
+        let mut done = Recompressed { next: self.gather(worker, recompressor, &cold, from), ..Recompressed::default() };
+        let count = recompressor.candidates().len();
+        let frame = match self.worth_it(recompressor, count) {
+            // What follows the first half may be better company for what comes behind it.
+            None if count > MEMBERS_LEAST => {
+                done.next = recompressor.candidates().nth(MEMBERS_LEAST).map(|(candidate, _)| candidate.index);
+                self.worth_it(recompressor, MEMBERS_LEAST).map(|length| (MEMBERS_LEAST, length))
+            }
+            worth => worth.map(|length| (count, length)),
+        };
+        match frame {
+            Some((count, length)) => {
+                self.make_room(worker, recompressor)?;
+                self.settle(worker, recompressor, count, length, &mut done)?;
+            }
+            // Those behind the half are looked at again, with others.
+            None => self.scatter(worker, recompressor, count.min(MEMBERS_LEAST)),
+        }
+        let freed_bytes = done.before_bytes.saturating_sub(done.after_bytes);
+        self.store.compact_after(worker, freed_bytes, done.next.is_none());
+        Ok(done)
+    }
+
+    /// Decodes the next pages that are cold. Returns where to go on, or `None` at the end.
+    fn gather(
+        &self,
+        worker: &mut Worker,
+        recompressor: &mut Recompressor,
+        cold: &RangeInclusive<u8>,
+        from: PageIndex,
+    ) -> Option<PageIndex> {
+        let (tables, now) = (&self.store.tables, self.store.age());
+        recompressor.clear();
+        let mut next = from;
+        while let Some(first) = self.core.tree.next_leaf(tables, next, PageIndex(PageIndex::LIMIT)) {
+            let end = first.plus(FANOUT as u64);
+            if let Some(leaf) = self.core.tree.leaf(tables, first) {
+                for index in first.max(next).0..end.0 {
+                    let meta = leaf.meta[(index - first.0) as usize].load(Relaxed);
+                    let is_cold = slot::is_stored(meta) && cold.contains(&now.wrapping_sub(slot::age(meta)));
+                    if !is_cold && !slot::is_grouped(meta) {
+                        continue;
+                    }
+                    if recompressor.is_full() {
+                        return Some(PageIndex(index));
+                    }
+                    self.gather_one(worker, recompressor, PageIndex(index));
+                }
+            }
+            next = end;
+        }
+        None
+    }
+
+    /// Decodes one page, if it is still there, and sound, and worth it.
+    fn gather_one(&self, worker: &mut Worker, recompressor: &mut Recompressor, index: PageIndex) -> Option<()> {
+        let guard = self.core.tree.lock(&self.store.tables, index, &mut worker.leaf)?;
+        let slot = guard.get();
+        let slot_bytes = match slot {
+            Slot::Stored(object) => self.store.arena.class_of(object.location).slot_bytes(),
+            Slot::Grouped(member) => self.share_if_sparse(&member)?,
+            _ => return None,
+        };
+        let page = recompressor.next_page();
+        self.decode(worker, &guard, page).then_some(())?;
+        let age = guard.age();
+        drop(guard);
+        let is_raw = matches!(slot, Slot::Stored(Object { codec: None, .. }));
+        if is_raw {
+            let tried = worker.codecs.compress(TRIED_LEVEL, page, &self.store.dictionaries);
+            tried.ok().filter(|(_, bytes)| bytes.len() <= RAW_WORTH_BYTES)?;
+        }
+        let in_group = matches!(slot, Slot::Grouped(_));
+        recompressor.push(Candidate { index, in_group, age, slot_bytes });
+        Some(())
+    }
+
+    /// What a page has its group take, if less than half of that is alive.
+    fn share_if_sparse(&self, member: &Member) -> Option<usize> {
+        let (groups, arena) = (&self.store.groups, &self.store.arena);
+        let alive = groups.alive(member.group).count_ones() as usize;
+        let is_sparse = alive < MEMBERS_LEAST;
+        is_sparse.then(|| groups.size(member.group, arena).slot_bytes / alive.max(1))
+    }
+
+    /// Compresses the first `count` candidates and returns the length of the frame, if a group of them pays.
+    fn worth_it(&self, recompressor: &mut Recompressor, count: usize) -> Option<usize> {
+        if count < MEMBERS_LEAST {
+            return None;
+        }
+        let before: usize = recompressor.candidates().take(count).map(|(candidate, _)| candidate.slot_bytes).sum();
+        let length = recompressor.compress(count)?;
+        let after = GroupSize::of(length).slot_bytes + GroupSize::ENTRY_BYTES;
+        (after <= before - before / SAVED_PART).then_some(length)
+    }
+
+    /// Has credit for a group; where there is none, what the last ones freed is brought together first.
+    fn make_room(&self, worker: &mut Worker, recompressor: &mut Recompressor) -> Result<(), StoreError> {
+        recompressor.admit().or_else(|_| {
+            self.store.compact_after(worker, 0, true);
+            recompressor.admit()
+        })
+    }
+
+    /// Makes the group, and has the slots say so whose pages are still the same.
+    fn settle(
+        &self,
+        worker: &mut Worker,
+        recompressor: &mut Recompressor,
+        count: usize,
+        length: usize,
+        done: &mut Recompressed,
+    ) -> Result<(), StoreError> {
+        let store = &self.store;
+        let (frame, credit) = recompressor.frame(length);
+        let all = u16::MAX >> (MEMBERS_MAX - count);
+        let (group, size) = store.groups.add(frame, all, &store.arena, &store.budget, credit)?;
+        for (place, (candidate, page)) in recompressor.candidates().take(count).enumerate() {
+            let member = Member { group, place: place as u8, read_once: false, checksum: checksum::of(page, None) };
+            match self.lock_if_same(worker, &candidate, page) {
+                Some(guard) => {
+                    self.core.replace_aged(store, guard, Slot::Grouped(member), worker.number, candidate.age);
+                    done.pages += 1;
+                    done.before_bytes += candidate.slot_bytes as u64;
+                }
+                None => self.core.free(store, Slot::Grouped(member)),
+            }
+        }
+        let shard = self.core.counters.shard(worker.number);
+        shard.recompressed.fetch_add(done.pages as u64, Relaxed);
+        // Last, so that a pool at its own limit is not above it meanwhile.
+        shard.change(Footprint::ABSENT, Footprint::group(size));
+        done.after_bytes = size.slot_bytes as u64;
+        Ok(())
+    }
+
+    /// The slot of a candidate, if its page was neither written nor used since.
+    fn lock_if_same(&self, worker: &mut Worker, candidate: &Candidate, page: &Page) -> Option<SlotGuard<'_>> {
+        let guard = self.core.tree.lock(&self.store.tables, candidate.index, &mut worker.leaf)?;
+        // Compaction may have moved the object, and its place may be another's: what counts is what it holds.
+        let same = guard.age() == candidate.age && self.core.holds(&self.store, worker, &guard, page);
+        same.then_some(guard)
+    }
+
+    /// Gives those of the first `count` candidates objects of their own that were gathered from sparse groups and come into no other.
+    fn scatter(&self, worker: &mut Worker, recompressor: &Recompressor, count: usize) {
+        for (candidate, page) in recompressor.candidates().take(count) {
+            if candidate.in_group
+                && let Some(guard) = self.lock_if_same(worker, &candidate, page)
+                && let Slot::Grouped(_) = guard.get()
+            {
+                // If there is no room, it stays in its group.
+                let _ = self.leave_group(worker, guard, page);
+            }
+        }
+    }
+
+    /// Gives a page of a group, which is `page`, an object of its own. It counts as used now.
+    pub(super) fn leave_group(&self, worker: &mut Worker, guard: SlotGuard<'_>, page: &Page) -> Result<(), StoreError> {
+        let store = &self.store;
+        store.budget.admit(&mut worker.credit)?;
+        let _reservation = self.core.reserve()?;
+        let (id, compressed) = worker.codecs.compress(self.codec(), page, &store.dictionaries)?;
+        let (codec, bytes, _) = write::form(id, compressed, page);
+        self.place(guard, codec, bytes, &mut worker.credit, worker.number)
+    }
+}
+
+impl PoolCore {
+    /// Whether what a slot leads to in the arena is this page.
+    pub(crate) fn holds(&self, store: &Store, worker: &mut Worker, guard: &SlotGuard<'_>, page: &Page) -> bool {
+        let Worker { opened, codecs, .. } = worker;
+        match guard.get() {
+            Slot::Stored(object) => {
+                let bytes = guard.bytes(&object, &store.arena);
+                bytes.is_some_and(|bytes| match object.codec {
+                    Some(id) => codecs.is_page(id, bytes, page, &store.dictionaries),
+                    None => bytes == page,
+                })
+            }
+            Slot::Grouped(member) => opened.page(store, codecs, &member) == Some(page),
+            _ => false,
+        }
+    }
+}

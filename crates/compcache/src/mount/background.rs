@@ -1,0 +1,52 @@
+//! Serving in the background: who asked is told when it is mounted, or why not, and goes on.
+//!
+//! Another process of ours serves. Its standard input is a pipe to the one that was asked, which waits for a word; then it lets go of
+//! all that was the asker's (terminal, output, session), for those who wait for the end of that would wait for it.
+
+use std::ffi::OsString;
+use std::fs::OpenOptions;
+use std::io::{Read, pipe};
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, bail};
+use rustix::process::setsid;
+use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout, stdin};
+
+use crate::run::STATUS_FAILED;
+
+/// Has `arguments` (of this program) served by another process; returns when that has mounted, or has said why not and ended.
+///
+/// # Errors
+/// It cannot be started, or ended in another way.
+pub fn start(arguments: &[OsString]) -> anyhow::Result<ExitCode> {
+    let (mut heard, told) = pipe().context("cannot make a pipe")?;
+    let program = std::env::current_exe().context("cannot find this program")?;
+    // The command ends with this line, and our end of the pipe for writing with it.
+    let mut child =
+        Command::new(program).args(arguments).stdin(told).spawn().context("cannot start another process")?;
+    let mut word = [0];
+    if heard.read(&mut word).context("cannot wait for the mount")? == 1 {
+        return Ok(ExitCode::SUCCESS);
+    }
+    match child.wait().context("cannot wait for the mount")?.code() {
+        Some(0) => bail!("it was unmounted at once"),
+        // It has said why.
+        Some(_) => Ok(STATUS_FAILED.into()),
+        None => bail!("what was to serve it was killed"),
+    }
+}
+
+/// Says that it is mounted, and lets go of everything of the asker's.
+///
+/// # Errors
+/// There is no /dev/null.
+pub fn mounted() -> anyhow::Result<()> {
+    let null = OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null")?;
+    // It leads a session of its own already if a service manager started it.
+    let _ = setsid();
+    // Who asked may be gone; it is mounted all the same.
+    let _ = rustix::io::write(stdin(), b"\n");
+    dup2_stdin(&null).context("cannot let go of the input")?;
+    dup2_stdout(&null).context("cannot let go of the output")?;
+    dup2_stderr(&null).context("cannot let go of the output for errors")
+}

@@ -1,0 +1,105 @@
+//! A tree that is mounted by a user who has no rights of root's, through fusermount3.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::process::{Command, Stdio};
+
+use crate::support::{can_mount, compcache, scratch};
+
+const NOBODY: u32 = 65534;
+
+/// Where only root may open /dev/fuse, as in some containers, another node of the same device stands for it, as it is elsewhere.
+const OPEN_DEVICE: &str = r#"
+mknod fuse c 10 229; chmod 666 fuse; mount --bind fuse /dev/fuse
+exec setpriv --reuid=65534 --regid=65534 --clear-groups sh -euc "$1"
+"#;
+
+/// Runs a script as nobody, in a directory where `source` and `target` are his, and in a mount namespace of its own; what it prints.
+#[track_caller]
+fn as_nobody(script: &str) -> String {
+    let place = scratch();
+    fs::set_permissions(place.path(), Permissions::from_mode(0o755)).expect("ours");
+    for name in ["source", "target"] {
+        fs::create_dir(place.path().join(name)).expect("a directory");
+        chown(place.path().join(name), Some(NOBODY), Some(NOBODY)).expect("root may give it away");
+    }
+    // Nobody may enter where the build puts it.
+    fs::copy(compcache(), place.path().join("compcache")).expect("a program that can be read");
+    let begin = r#"
+mounted() { for _ in $(seq 100); do grep -q " $PWD/target fuse" /proc/mounts && return; sleep 0.1; done; echo "not mounted"; exit 1; }
+# Whatever fails, nobody is left who holds what we wait for the end of.
+trap 'kill -9 ${server:-} 2>/dev/null || true' EXIT
+"#;
+    let output = Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "sh", "-euc", OPEN_DEVICE, "sh", &format!("{begin}{script}")])
+        .current_dir(place.path())
+        .stdin(Stdio::null())
+        .output()
+        .expect("there is unshare");
+    let (out, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{script}\n{out}\n{error}");
+    out.into_owned()
+}
+
+fn can() -> bool {
+    can_mount(&["fusermount3", "unshare", "setpriv", "mknod"])
+}
+
+#[test]
+fn a_user_mounts_uses_and_unmounts_a_tree_of_his() {
+    if !can() {
+        return;
+    }
+    let printed = as_nobody(
+        r#"
+./compcache mount --memory 8M source target & server=$!
+mounted
+seq 200000 >target/numbers
+cmp target/numbers source/numbers
+dd if=target/numbers of=/dev/null bs=1M iflag=direct 2>/dev/null
+chmod 600 target/numbers; stat -c "%a %u" source/numbers
+chown root target/numbers 2>/dev/null || echo "not given away"
+./compcache show ./target | grep -c mem_used_total
+./compcache remount --memory 4M target >/dev/null
+./compcache umount target
+wait $server; echo "ended $?"
+grep -c " $PWD/target " /proc/mounts || true
+"#,
+    );
+    assert_eq!(printed, "600 65534\nnot given away\n1\nended 0\n0\n");
+}
+
+#[test]
+fn a_user_cleans_up_after_a_killed_server() {
+    if !can() {
+        return;
+    }
+    let printed = as_nobody(
+        r#"
+./compcache mount --memory 8M source target & server=$!
+mounted
+echo kept >target/file; sync target/file
+kill -9 $server; wait $server || echo "killed $?"
+ls target 2>/dev/null || echo "gone"
+./compcache umount target; cat source/file
+grep -c " $PWD/target " /proc/mounts || true
+"#,
+    );
+    assert_eq!(printed, "killed 137\ngone\nkept\n0\n");
+}
+
+#[test]
+fn what_a_user_may_not_is_refused_with_the_reason() {
+    if !can() {
+        return;
+    }
+    let printed = as_nobody(
+        r#"
+./compcache mount source /etc 2>&1 || echo "status $?"
+./compcache mount --allow-other source target 2>&1 || echo "status $?"
+"#,
+    );
+    assert!(printed.contains("no write access to mountpoint /etc"), "{printed}");
+    assert!(printed.contains("user_allow_other"), "{printed}");
+    assert_eq!(printed.matches("status 125").count(), 2, "{printed}");
+}
