@@ -2,8 +2,9 @@
 //!
 //! A page lent to a pipe (vmsplice) can be moved like any other, and then the pipe has a frame that is no longer the
 //! program's: what the program writes there does not reach the reader. A robust mutex whose owner ends is marked by the
-//! kernel, which does not wait for a pager when it does. Such pages stay until they are unmapped. Only what is registered is announced when it is unmapped, so they are registered soon; what is mapped in the place of pages whose
-//! end was not announced stays resident as well.
+//! kernel, which does not wait for a pager when it does. Such pages stay until they are unmapped. Only what is registered is
+//! announced when it is unmapped, so they are registered soon; what is mapped in the place of pages whose end was not announced
+//! stays resident as well.
 //!
 //! Locked memory is known to UFFDIO_MOVE, which refuses it, and not to mremap: where that is the way, mlock is told here.
 //!
@@ -14,8 +15,9 @@
 //! A thread of the program's may not hold the state lock once anything is registered: its own stack may have left, and
 //! the handler needs that lock to bring it back. So it leaves a request, and the evictor, which does nothing else at that
 //! moment, carries it out; when the request is answered, no page of the range is on its way out any more unless it had
-//! left before. Nobody forks meanwhile: events would be kept for later, and an unmapping that is older than the request
-//! would be applied after it.
+//! left before. What was unmapped before the request must be forgotten before it: a mapping in the same place would lose what
+//! was just asked for. So the evictor waits until every event that was read has been applied, and nobody forks meanwhile,
+//! which would keep events for later.
 
 use crate::fork;
 use crate::lock;
@@ -137,7 +139,7 @@ pub fn carry_out(pager: &Pager) {
         let mut state = pager.state.lock();
         // What is being brought there must not come after the guards.
         let is_loading = state.loading.start < pages.end && pages.start < state.loading.end;
-        if !is_loading {
+        if !is_loading && pager.is_settled(&state) {
             return apply(pager, &mut state, request.change.load(Relaxed), range);
         }
         drop(state);

@@ -204,6 +204,7 @@ traps! {
 
     pages_lent_to_a_pipe_keep_their_contents: "lends" ["vmsplice"];
     what_is_written_to_pages_lent_to_a_pipe_is_read_from_it: "lends" ["written"];
+    pages_lent_where_others_were_a_moment_ago_do_not_leave: "lends" ["again"];
     pages_lent_to_a_socket_keep_their_contents: "lends" ["zerocopy"];
 
     a_program_sees_nothing_of_the_pager: "shows_nothing" [];

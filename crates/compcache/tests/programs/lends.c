@@ -4,6 +4,7 @@
  *
  *   vmsplice   pages lent to a pipe are read from it much later
  *   written    what is written to such pages while they are lent is what the pipe's reader gets
+ *   again      as written, where others were lent and unmapped just before, and while another thread has pages leave
  *   zerocopy   pages lent to a socket with MSG_ZEROCOPY are received much later
  */
 #include "trap.h"
@@ -49,6 +50,41 @@ static void lend_to_pipe(bool write_while_lent)
 	}
 }
 
+static void *walk(void *stop)
+{
+	while (!atomic_load((atomic_bool *)stop)) filler_walk();
+	return NULL;
+}
+
+static void lend_again_and_again(void)
+{
+	atomic_bool stop = false;
+	pthread_t walker;
+	MUST(pthread_create(&walker, NULL, walk, &stop) == 0);
+	int pair[2];
+	MUST(pipe(pair) == 0);
+	for (uint64_t round = 1; round < 300; round++) {
+		struct area area = area_new(LENT * PAGE, 42, round);
+		struct iovec vector = {area.at, LENT * PAGE};
+		ssize_t lent = vmsplice(pair[1], &vector, 1, 0);
+		if (lent < 0) lacks("vmsplice");
+		MUST(lent == (ssize_t)(LENT * PAGE));
+		/* Time to leave. */
+		sleep_ms(round % 8 ? 1 : 100);
+		area_fill(&area, round + 1000);
+		unsigned char got[LENT * PAGE];
+		for (size_t done = 0; done < sizeof(got);) {
+			ssize_t count = read(pair[0], got + done, sizeof(got) - done);
+			MUST(count > 0);
+			done += (size_t)count;
+		}
+		for (size_t page = 0; page < LENT; page++) page_check(got + page * PAGE, 42, page, round + 1000);
+		munmap(area.at, LENT * PAGE);
+	}
+	atomic_store(&stop, true);
+	MUST(pthread_join(walker, NULL) == 0);
+}
+
 static void lend_to_socket(void)
 {
 	int listener = socket(AF_INET, SOCK_STREAM, 0), one = 1;
@@ -82,7 +118,8 @@ int main(int argc, char **argv)
 {
 	if (mode_is(argc, argv, "vmsplice")) lend_to_pipe(false);
 	else if (mode_is(argc, argv, "written")) lend_to_pipe(true);
+	else if (mode_is(argc, argv, "again")) lend_again_and_again();
 	else if (mode_is(argc, argv, "zerocopy")) lend_to_socket();
-	else die("vmsplice | written | zerocopy");
+	else die("vmsplice | written | again | zerocopy");
 	return passed();
 }
