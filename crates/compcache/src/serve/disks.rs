@@ -110,6 +110,9 @@ impl Disks {
             }
         }
         disks.ending = kept.is_ok();
+        if kept.is_ok() {
+            self.safety.end();
+        }
         kept
     }
 

@@ -11,6 +11,7 @@
 //! | the machine is out of memory and something is killed | never the server (`oom_score_adj` -1000)            | the first swap disk |
 //! | a page comes in and needs memory to be kept in       | the store has a reserve, refilled by a thread that serves nothing | the first swap disk |
 //! | nobody has memory for the next request, the kernel neither | a ballast is thrown off                         | the first swap disk |
+//! | the kernel keeps what is free from the next request, too | no boost of its watermarks ([`super::boost`])     | the first swap disk |
 //! | a table of the pool must grow                        | the tables of the whole disk are there              | each swap disk  |
 //! | swap is full while memory is not                     | the store may take more of it                       | the first swap disk |
 //! | more is in use than fits, and the kernel goes on trying | its OOM killer is asked for ([`super::overload`])  | the first swap disk |
@@ -38,6 +39,7 @@ use rustix::process::configure_io_flusher_behavior;
 use crate::cgroup;
 use crate::kernel::{clock_ns, ram_bytes};
 use crate::run::say;
+use crate::serve::boost::NoBoost;
 use crate::serve::overload::{self, Pools};
 use crate::size::Shown;
 
@@ -81,6 +83,7 @@ pub struct Safety {
 #[derive(Default)]
 struct State {
     locked: bool,
+    boost: Option<NoBoost>,
     /// There is a disk to swap to, or there was.
     serving: bool,
 }
@@ -133,6 +136,7 @@ impl Safety {
                     "compcache: a machine with more in use than fits will not be helped by the OOM killer soon: {error:#}\n"
                 ));
             }
+            state.boost = NoBoost::take();
             state.locked = true;
         }
         self.pools.add(pool);
@@ -147,6 +151,11 @@ impl Safety {
         }
         state.serving |= prepared.is_ok();
         prepared
+    }
+
+    /// The server ends: what is the machine's is as it was before.
+    pub fn end(&self) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).boost = None;
     }
 
     /// Has the system give the memory of what was mapped since: stacks and buffers of threads that were started.

@@ -20,6 +20,8 @@ struct Wire {
     stays: bool,
 }
 
+const MEMORY_MIB: u32 = 512;
+
 const LOOP: Wire = Wire {
     on: "/compcache swap on --size 2G --transport loop >/run/on; status on $?; read disk device </run/on",
     off: "/compcache swap off; status off $?",
@@ -41,8 +43,8 @@ const SERVE: &str = r#"
 while ! /compcache list >/dev/null 2>&1; do sleep 0.1; done
 "#;
 
-fn machine(processors: u32) -> Vm {
-    let mut vm = machine::machine(processors);
+fn machine(processors: u32, memory_mib: u32) -> Vm {
+    let mut vm = machine::machine(processors, memory_mib);
     for module in ["loop", "fuse", "ublk_drv"] {
         // What is not a module is in the kernel itself.
         let _ = vm.module(module, "");
@@ -52,9 +54,8 @@ fn machine(processors: u32) -> Vm {
 }
 
 /// Runs the script where a server serves; what was printed.
-fn run(processors: u32, script: &str) -> String {
-    let script = format!("{SERVE}{script}cat /run/served; /compcache list\n");
-    machine::run(machine(processors), &script)
+fn run(vm: Vm, script: &str) -> String {
+    machine::run(vm, &format!("{SERVE}{script}cat /run/served; /compcache list\n"))
 }
 
 /// The scan of the papers from a fresh boot, with their content and with real memory; then everything that must be refused
@@ -64,31 +65,37 @@ fn scans_and_is_not_taken_away(wire: Wire) {
         return;
     }
     let published = if at_length(1, 0) == 1 { "(work /scan 480 10); status published $?" } else { "" };
+    // Half the machine takes half the time; 512 MiB and one processor are also where a hog is killed.
+    let memory_mib = at_length(MEMORY_MIB, MEMORY_MIB / 2);
+    let [real, held, swapped_kib] = [480, 900, 450_000].map(|of_512| of_512 / (MEMORY_MIB / memory_mib));
     let script = format!(
         r#"
 {on}
 {published}
-(work /scan 480 1 --content /content); status real $?
+(work /scan {real} 1 --content /content); status real $?
 /compcache disk rm --force $disk; status rm $?
 /compcache disk reset $disk; status reset $?
 /compcache disk resize $disk 64M; status shrink $?
-echo "score $(cat /proc/$server/oom_score_adj)"
+echo "score $(cat /proc/$server/oom_score_adj) boost $(cat /proc/sys/vm/watermark_boost_factor)"
 kill $server; sleep 1; kill -0 $server; status served $?
-(work /scan 900 1000) >/dev/null & holder=$!
-swapped_out 450000
+(work /scan {held} 1000) >/dev/null & holder=$!
+swapped_out {swapped_kib}
 /compcache swap off $disk; status full $?
 kill $holder; wait $holder
 {off}
+kill $server; wait $server; status end $?
+echo "boost again $(cat /proc/sys/vm/watermark_boost_factor)"
 "#,
         on = wire.on,
         off = wire.off,
     );
-    let printed = run(1, &script);
+    let printed = run(machine(1, memory_mib), &script);
     assert_ended(&printed, &[("on", 0), ("real", 0), ("off", 0), ("served", 0)]);
     assert_ended(&printed, &[("rm", FAILED), ("reset", FAILED), ("shrink", FAILED)]);
     assert!(published.is_empty() || printed.contains("status of published: 0"), "{printed}");
-    assert!(printed.contains("not ending: disk") && printed.contains("score -1000"), "{printed}");
-    assert_ended(&printed, &[("full", FAILED)]);
+    assert!(printed.contains("not ending: disk") && printed.contains("score -1000 boost 0"), "{printed}");
+    assert_ended(&printed, &[("full", FAILED), ("end", 0)]);
+    assert!(printed.contains("boost again 15000"), "{printed}");
     for said in ["it is swap space", "are swapped out to it, and there is room for"] {
         assert!(printed.contains(said), "not `{said}`:\n{printed}");
     }
@@ -131,7 +138,7 @@ ls /run/compcache-block; cat /proc/swaps
         on = wire.on,
         off = wire.off,
     );
-    let printed = run(2, &script);
+    let printed = run(machine(2, MEMORY_MIB), &script);
     let works = ["on", "tester", "real", "published", "random", "again", "off", "end"];
     assert_ended(&printed, &works.map(|name| (name, 0)));
     assert!(!wire.stays || printed.contains("status of gone: 0"), "{printed}");
@@ -161,7 +168,7 @@ kill -0 $server; status server $?
         on = wire.on,
         off = wire.off,
     );
-    let printed = run(processors, &script);
+    let printed = run(machine(processors, MEMORY_MIB), &script);
     // SIGKILL, by the kernel.
     assert_ended(&printed, &[("on", 0), ("hog", 137), ("tester", 0), ("server", 0), ("after", 0), ("off", 0)]);
     let killed: Vec<_> = printed.lines().filter(|line| line.contains("Killed process")).collect();

@@ -109,8 +109,7 @@ fn create(server: &Server, port: u16) -> u16 {
 }
 
 fn far_machine(processors: u32) -> Vm {
-    let mut vm = machine::machine(processors);
-    vm.size(processors, MEMORY_MIB);
+    let mut vm = machine::machine(processors, MEMORY_MIB);
     vm.network().expect("a module of this kernel's");
     vm.module("nbd", "nbds_max=1").expect("a module of this kernel's");
     let client = find_program("nbd-client").expect("asked for before");
@@ -129,8 +128,8 @@ connect() {{ nbd-client {HOST} {port} $device -N far -b 4096 -swap -timeout {TIM
 device=/dev/nbd0
 # A program that stands still, with most of its pages swapped out and memory to bring them back.
 sleeper() {{
-    (work /scan 80 1000000 --content /content) >/dev/null & sleeper=$!
-    sleep 10; kill -STOP $sleeper
+    (work /scan 80 1000000 --content /content) >/run/laps & sleeper=$!
+    while ! grep -q fill /run/laps; do sleep 1; done; kill -STOP $sleeper
     (work /scan 110 1) >/dev/null; status pressed $?
     swapped_out 20000
 }}

@@ -1,0 +1,80 @@
+//! The kernel's watermarks are not boosted while there is swap.
+//!
+//! Whoever hands a page over to be swapped out needs a little memory for the request: a loop device for the list of its
+//! parts, FUSE for what it tells us. Below the lowest watermark only those who reclaim memory get any, and nobody of these
+//! does. When an allocation could not have the kind of pages it wanted, the kernel boosts the watermarks for a while, by up to one
+//! and a half times the highest (`vm.watermark_boost_factor`), until kswapd has reclaimed as much. But kswapd waits for pages that
+//! are being swapped out; those wait for the loop device, and that waits for memory while megabytes are free below the boosted
+//! mark, the ballast ([`super::safe`]) among them. So a machine stood still that had swapped out a few megabytes.
+//!
+//! The setting is the machine's; it is put back when the server ends. A server that is killed leaves it at 0, which costs a
+//! machine nothing but some fragmentation.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::run::say;
+
+const SETTING: &str = "/proc/sys/vm/watermark_boost_factor";
+const NONE: &str = "0";
+
+/// As long as this is there, watermarks are not boosted.
+pub struct NoBoost {
+    setting: PathBuf,
+    before: String,
+}
+
+impl NoBoost {
+    /// `None` if they are not boosted anyway, or that is not ours to change: in a container only its memory cgroup will be short, which
+    /// has no such marks. Linux 5.0 began with it.
+    pub fn take() -> Option<NoBoost> {
+        let taken = NoBoost::take_at(Path::new(SETTING))?;
+        say(&format!(
+            "compcache: vm.watermark_boost_factor is {NONE} as long as this server runs (was {})\n",
+            taken.before
+        ));
+        Some(taken)
+    }
+
+    fn take_at(setting: &Path) -> Option<NoBoost> {
+        let before = value(setting).filter(|value| value != NONE)?;
+        fs::write(setting, NONE).ok()?;
+        Some(NoBoost { setting: setting.to_owned(), before })
+    }
+}
+
+impl Drop for NoBoost {
+    fn drop(&mut self) {
+        // Somebody else may have chosen meanwhile.
+        if value(&self.setting).is_some_and(|value| value == NONE) {
+            let _ = fs::write(&self.setting, &self.before);
+        }
+    }
+}
+
+fn value(setting: &Path) -> Option<String> {
+    Some(fs::read_to_string(setting).ok()?.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_setting_is_put_back_unless_somebody_else_chose_meanwhile() {
+        let directory = tempfile::tempdir().unwrap();
+        let setting = directory.path().join("factor");
+        fs::write(&setting, "15000\n").unwrap();
+        let taken = NoBoost::take_at(&setting).unwrap();
+        assert_eq!(value(&setting).unwrap(), "0");
+        assert!(NoBoost::take_at(&setting).is_none(), "there is nothing to take");
+        drop(taken);
+        assert_eq!(value(&setting).unwrap(), "15000");
+
+        let taken = NoBoost::take_at(&setting).unwrap();
+        fs::write(&setting, "7000\n").unwrap();
+        drop(taken);
+        assert_eq!(value(&setting).unwrap(), "7000");
+        assert!(NoBoost::take_at(&directory.path().join("none")).is_none());
+    }
+}
