@@ -12,6 +12,7 @@
 //! | [`key`]      | sealing and opening                                         |
 //! | [`gather`]   | which pages leave: raw ones first, then the oldest          |
 //! | [`clean`]    | moving what lives out of mostly dead segments               |
+//! | [`daily`]    | how much is written in a day, and how much may be           |
 //! | [`flight`]   | one segment from memory to the medium, and the slots after it |
 //! | [`medium`], [`file`] | what it is written to                               |
 //! | [`lineage`]  | copies of the process, by fork                              |
@@ -30,12 +31,14 @@
 //!
 //! # Lock order
 //! The flight (held while the medium works), cleaning, the plan, the registry of pools (these two not then), slots, the arena's;
-//! the segments and the health last: leaves, held for tens of nanoseconds, or a nanosecond a segment when one is chosen.
+//! the segments, the day's writes and the health last: leaves, held for tens of nanoseconds, or a nanosecond a segment when
+//! one is chosen.
 //!
 //! Arithmetic: docs/design/backing.md. Why so: docs/decisions/0022-backing.md.
 
 pub(crate) mod buffer;
 mod clean;
+mod daily;
 mod file;
 mod flight;
 mod gather;
@@ -49,6 +52,7 @@ use alloc::boxed::Box;
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 
+pub use daily::DailyWrites;
 pub use file::FileMedium;
 pub(crate) use flight::Flown;
 pub(crate) use gather::Wanted;
@@ -59,6 +63,7 @@ use crate::lock::Mutex;
 use crate::page::PAGE_SIZE;
 use crate::reclaim::{ABOVE_PERCENT, GAP_PERCENT};
 use buffer::Buffer;
+use daily::Daily;
 use flight::Flight;
 use gather::Plan;
 use key::{Forked, Key, Once};
@@ -107,6 +112,8 @@ pub enum Health {
     Full,
     /// The last write failed so. What could not be written is in memory still.
     Failing(MediumError),
+    /// What may be written in a day is ([`Backing::set_daily_bytes`]). Pages that are there can be read. Ends as time passes.
+    Spent,
 }
 
 /// A backing at one moment. `live_bytes + dead_bytes + free_bytes == capacity_bytes`, but for a flight in the air.
@@ -141,6 +148,7 @@ struct Counts {
     failed_writes: AtomicU64,
     failed_reads: AtomicU64,
     damaged_reads: AtomicU64,
+    daily_waits: AtomicU64,
 }
 
 /// Room outside memory for the pages of one pool, or of several. The pools that are made with it
@@ -152,6 +160,7 @@ pub struct Backing {
     part_segments: usize,
     segments: Mutex<Segments>,
     health: Mutex<Health>,
+    daily: Mutex<Daily>,
     counts: Counts,
     plan: Mutex<Plan>,
     above_percent: AtomicU8,
@@ -192,6 +201,7 @@ impl Backing {
             part_segments: segments as usize,
             segments: Mutex::new(Segments::new(segments as u32, segment_bytes as u64, parts)?),
             health: Mutex::new(Health::Good),
+            daily: Mutex::new(Daily::new()),
             counts: Counts::default(),
             plan: Mutex::new(Plan::new()),
             above_percent: AtomicU8::new(ABOVE_PERCENT),
@@ -225,7 +235,7 @@ impl Backing {
     pub fn tidy(&self) {
         loop {
             // While room is short, what is there already is the only room that is sure.
-            if self.health() != Health::Good || !self.key.may_seal() {
+            if !matches!(self.health(), Health::Good | Health::Spent) || !self.key.may_seal() {
                 return;
             }
             let Some(begun) = self.segments.lock().next_to_punch(FILLED_KEPT) else { return };

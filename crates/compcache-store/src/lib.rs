@@ -38,7 +38,7 @@
 //! 2. slots, by page index when two are held
 //! 3. the growth of tables (takes slots only by trying); a group of pages
 //! 4. a size class, then the source of spans; the table of groups
-//! 5. the growth of a region; the segments of a backing
+//! 5. the growth of a region; the segments of a backing, and its count of what is written in a day
 //!
 //! Every lock but the first two is held for well under a microsecond, system calls that grow a region aside; the lock of a
 //! slot also while its object is decoded.
@@ -97,7 +97,10 @@ mod sync;
 
 #[cfg(not(loom))]
 pub use crate::{
-    backing::{Backing, BackingConfig, BackingStats, Batch, Fetcher, FileMedium, Health, Medium, MediumError, Record},
+    backing::{
+        Backing, BackingConfig, BackingStats, Batch, DailyWrites, Fetcher, FileMedium, Health, Medium, MediumError,
+        Record,
+    },
     codec::{Codec, DictionaryId, train_dictionary},
     compact::Compacted,
     config::{PoolConfig, StoreConfig},

@@ -7,6 +7,8 @@
 mod content;
 #[path = "backing/copies.rs"]
 mod copies;
+#[path = "backing/daily.rs"]
+mod daily;
 #[path = "model/medium.rs"]
 mod medium;
 

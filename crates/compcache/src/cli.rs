@@ -220,6 +220,12 @@ pub struct CreateArgs {
     #[arg(long, value_name = "SIZE", requires = "backing")]
     pub backing_batch: Option<Size>,
 
+    /// The most that may be written there in any 24 hours, for flash, which wears out: whole batches, what is moved to make room
+    /// too. When it is written, blocks stay in memory until time has passed, and what does not fit is refused. 0: nothing at all
+    /// [default: as much as there is]
+    #[arg(long, value_name = "SIZE", requires = "backing")]
+    pub backing_daily: Option<Size>,
+
     /// Also if there is something on the device, which is then lost
     #[arg(long, requires = "backing")]
     pub backing_overwrite: bool,
@@ -467,10 +473,10 @@ pub struct ResizeArgs {
     pub size: Size,
 }
 
-/// Change limit, codec, threshold, and what becomes of cold blocks, of a disk while it is in use
+/// Change limit, codec, threshold, write budget, and what becomes of cold blocks, of a disk while it is in use
 #[derive(Args)]
 #[command(after_help = SIZE_NOTE)]
-#[group(id = "changes", required = true, multiple = true, args = ["limit", "reclaim_above", "codec", "recompress", "recompress_after"])]
+#[group(id = "changes", required = true, multiple = true, args = ["limit", "reclaim_above", "backing_daily", "codec", "recompress", "recompress_after"])]
 pub struct ChangeArgs {
     #[command(flatten)]
     pub server: ServerArgs,
@@ -487,6 +493,11 @@ pub struct ChangeArgs {
     /// per cent less [at first: 85%]
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     pub reclaim_above: Option<u8>,
+
+    /// The most that may be written to its backing in any 24 hours, what was written before counted: more ends a wait for the next
+    /// day at once. 0: nothing at all; none: as much as there is
+    #[arg(long, value_name = "SIZE|none", value_parser = daily)]
+    pub backing_daily: Option<Daily>,
 
     /// What it compresses from now on with; what it holds stays as it is
     #[arg(long, value_name = "CODEC")]
@@ -512,6 +523,17 @@ pub struct RecompressArgs {
     /// Only blocks that were not used for so many seconds [default: all blocks]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub idle: Option<f64>,
+}
+
+/// `--backing-daily` of a change, `None` for none. A type of its own, since an option of clap's is something else.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Daily(pub Option<Size>);
+
+fn daily(text: &str) -> anyhow::Result<Daily> {
+    match text {
+        "none" => Ok(Daily(None)),
+        _ => text.parse().map(|size| Daily(Some(size))).context("write a size, or none"),
+    }
 }
 
 fn percent(text: &str) -> anyhow::Result<u8> {

@@ -112,6 +112,9 @@ pub struct BackingWanted {
     /// What is on the device may be lost.
     #[serde(default)]
     pub overwrite: bool,
+    /// The most that may be written to it in a day. A server that knows none of it ignores it, and says so by what it answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub daily_bytes: Option<u64>,
 }
 
 /// What a disk is to show, and how much of it may be kept.
@@ -168,6 +171,9 @@ pub struct Change {
 pub struct BackingChange {
     /// In hundredths of a limit: above it, blocks leave memory.
     pub above_percent: Option<u8>,
+    /// The most that may be written in a day; `u64::MAX` for as much as there is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub daily_bytes: Option<u64>,
 }
 
 /// What the server answers.
@@ -250,6 +256,9 @@ pub struct BackingState {
     /// Above so many hundredths of a limit, blocks leave for it; `None` from a server that does not say.
     #[serde(default)]
     pub above_percent: Option<u8>,
+    /// What is written to it in a day; `None` from a server that does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub daily: Option<DailyState>,
     /// Batches written.
     pub segments_written: u64,
     /// Blocks that were moved to empty others.
@@ -260,6 +269,21 @@ pub struct BackingState {
     pub failed_reads: u64,
     /// Blocks that were not what was written.
     pub damaged_reads: u64,
+}
+
+/// What is written to a backing in a day.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct DailyState {
+    /// The most that may be, in any 24 hours; `None` for as much as there is.
+    pub budget_bytes: Option<u64>,
+    /// What was, in the last 24 hours and up to a quarter of an hour more.
+    pub written_bytes: u64,
+    /// Blocks should leave, and no more may be written now.
+    pub is_spent: bool,
+    /// In so many seconds it may; `None`: not while the budget is what it is.
+    pub more_after_s: Option<u64>,
+    /// How often blocks had to wait for that.
+    pub waits: u64,
 }
 
 /// An origin.
@@ -355,7 +379,13 @@ mod tests {
             recompress: Some("zstd:3".into()),
             recompress_after_ms: None,
         });
-        let backing = BackingWanted { path: "/b".into(), max_bytes: Some(1), batch_bytes: None, overwrite: true };
+        let backing = BackingWanted {
+            path: "/b".into(),
+            max_bytes: Some(1),
+            batch_bytes: None,
+            overwrite: true,
+            daily_bytes: Some(7),
+        };
         let Request::Create(disk) = create.clone() else { unreachable!() };
         let origin = OriginWanted { path: "/o".into(), memory_bytes: 1 << 20 };
         let create_over = Request::CreateOver { disk: disk.clone(), origin };

@@ -92,6 +92,7 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
         recompress: Some(args.recompress.to_string()),
         recompress_after_ms: Some(milliseconds(args.recompress_after)),
     };
+    let daily_bytes = args.backing_daily.map(|daily| daily.bytes(ram_bytes));
     let request = match (args.backing, args.origin) {
         (None, None) => Request::Create(wanted),
         (_, Some(path)) => Request::CreateOver {
@@ -108,12 +109,15 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
                 max_bytes: args.backing_max.map(|max| max.bytes(ram_bytes)),
                 batch_bytes: args.backing_batch.map(|batch| batch.bytes(ram_bytes)),
                 overwrite: args.backing_overwrite,
+                daily_bytes,
             },
         },
     };
     let disk = one_disk(&args.server, request)?;
-    if let Err(error) = file_system(&disk.at, args.mkfs.as_deref(), args.mount.as_deref()) {
-        // What was asked for is a disk with a file system: there shall not be one without.
+    // An older server answers all the same, and would write as much as there is.
+    let agreed = if daily_bytes == budget_of(&disk) { Ok(()) } else { unexpected() };
+    if let Err(error) = agreed.and_then(|()| file_system(&disk.at, args.mkfs.as_deref(), args.mount.as_deref())) {
+        // What was asked for is a disk with all of this: there shall not be one without.
         let removed = ask(&server(&args.server)?, Request::Remove { name: disk.name, force: true });
         return match removed {
             Ok(_) => Err(error),
@@ -172,22 +176,32 @@ fn resize(args: &ResizeArgs) -> anyhow::Result<String> {
 }
 
 fn change(args: &ChangeArgs) -> anyhow::Result<String> {
+    let daily_bytes = args.backing_daily.map(|daily| daily.0.map_or(u64::MAX, |size| size.bytes(ram_bytes())));
+    let backing = BackingChange { above_percent: args.reclaim_above, daily_bytes };
     let change = Change {
         name: args.name.clone(),
         limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes())),
         codec: args.codec.map(|codec| codec.to_string()),
-        backing: args.reclaim_above.map(|percent| BackingChange { above_percent: Some(percent) }),
+        backing: (backing != BackingChange::default()).then_some(backing),
         recompress: args.recompress.map(|level| level.to_string()),
         recompress_after_ms: args.recompress_after.map(milliseconds),
         ..Change::default()
     };
     let disk = one_disk(&args.server, Request::Change(change))?;
-    let above_percent = disk.backing.and_then(|backing| backing.above_percent);
+    let above_percent = disk.backing.as_ref().and_then(|backing| backing.above_percent);
     // An older server answers all the same, having changed nothing.
     if args.reclaim_above.is_some() && args.reclaim_above != above_percent {
         return unexpected();
     }
+    if daily_bytes.is_some_and(|wanted| budget_of(&disk).unwrap_or(u64::MAX) != wanted) {
+        return unexpected();
+    }
     Ok(String::new())
+}
+
+/// What may be written to its backing in a day, as far as the server says.
+fn budget_of(disk: &DiskState) -> Option<u64> {
+    disk.backing.as_ref()?.daily.as_ref()?.budget_bytes
 }
 
 /// Has blocks leave for the backing of a disk.

@@ -2,10 +2,12 @@
 //!
 //! | step      | what                                                         | locks held                      |
 //! |-----------|--------------------------------------------------------------|---------------------------------|
+//! | look      | whether so much may be written today; if not, nothing is     | the day's writes                |
 //! | clean     | live records of mostly dead segments are gathered            | while the slots are asked: registry, a slot |
 //! | gather    | objects are copied, as they are in the arena                 | registry, a slot                |
 //! | begin     | a free segment, and a number that no other flight has had    | segments                        |
 //! | seal      | from the copies into the image of the segment                | none                            |
+//! | count     | what is about to be written counts for the day               | the day's writes                |
 //! | write     | one call of the medium                                       | none                            |
 //! | settle    | each slot that still holds the same object says where it is  | registry, a slot                |
 //!
@@ -211,6 +213,11 @@ impl Backing {
         let Some(mut flight) = self.flights.iter().find_map(Mutex::try_lock) else { return Ok(busy) };
         let flight = &mut *flight;
         flight.clear();
+        let now_ns = worker.now_ns();
+        self.end_spent(now_ns);
+        if !self.may_write(now_ns) {
+            return Ok(self.stay(store, worker, flight, wanted));
+        }
         let cleaning = self.cleaning.try_lock();
         let emptied = cleaning.as_ref().map_or(0, |_| self.clean(store, &mut worker.leaf, flight));
         self.gather(store, worker, flight, wanted);
@@ -235,6 +242,16 @@ impl Backing {
         flown
     }
 
+    /// As a flight while nothing more may be written in this day: it is spent if there is something to write.
+    fn stay(&self, store: &Store, worker: &mut Worker, flight: &mut Flight, wanted: &Wanted<'_>) -> Flown {
+        self.gather(store, worker, flight, wanted);
+        if flight.records() > 0 {
+            self.note_spent();
+            self.gather_anew();
+        }
+        Flown::default()
+    }
+
     fn take_off(
         &self,
         store: &Store,
@@ -244,6 +261,13 @@ impl Backing {
     ) -> Result<Flown, MediumError> {
         let offset_bytes = u64::from(begun.segment) * self.segment_bytes as u64;
         let sealed = flight.seal(self, begun).map_err(|Forked| MediumError::Forked);
+        // Another may have had the last of the day's since this one looked.
+        if sealed.is_ok() && !self.take_from_daily(worker.now_ns()) {
+            self.segments.lock().failed(begun);
+            self.note_spent();
+            self.gather_anew();
+            return Ok(Flown::default());
+        }
         if let Err(error) = sealed.and_then(|()| self.medium.write_at(offset_bytes, &flight.image)) {
             self.segments.lock().failed(begun);
             self.counts.failed_writes.fetch_add(1, Relaxed);
@@ -252,7 +276,7 @@ impl Backing {
         }
         self.segments.lock().arrived(begun, flight.end as u32);
         self.counts.segments_written.fetch_add(1, Relaxed);
-        self.set_health(Health::Good);
+        self.note_arrived(worker.now_ns());
         Ok(self.settle(store, worker, flight, begun))
     }
 

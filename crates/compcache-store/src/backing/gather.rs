@@ -197,6 +197,11 @@ impl Backing {
         }
     }
 
+    /// What was gathered stays where it was: the next flight begins a new pass, with what is to leave first.
+    pub(super) fn gather_anew(&self) {
+        *self.plan.lock() = Plan::new();
+    }
+
     /// How old the pages are that the next pass by age takes.
     fn least_age(&self, store: &Store, registry: &Registry, wants: &dyn Fn(&PoolCore) -> bool) -> u8 {
         let (mut bytes, now) = ([0u64; 256], store.age());

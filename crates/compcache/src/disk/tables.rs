@@ -7,7 +7,7 @@ use compcache_block::BelowStats;
 use compcache_cache::CacheStats;
 use compcache_store::{TABLE, Unit};
 
-use crate::control::{DiskState, Durations, OriginState};
+use crate::control::{DailyState, DiskState, Durations, OriginState};
 use crate::size::Shown;
 
 const COLUMNS: [&str; 10] =
@@ -73,6 +73,9 @@ pub fn show(disk: &DiskState) -> String {
         if let Some(percent) = of.above_percent {
             let _ = writeln!(text, "  backing begins    above {percent} % of a limit");
         }
+        if let Some(daily) = &of.daily {
+            text += &shown_daily(&disk.name, daily);
+        }
         let _ = writeln!(
             text,
             "  backing errors    writes {}, reads {}, not what was written {}",
@@ -92,6 +95,21 @@ pub fn show(disk: &DiskState) -> String {
     text += "\n  latency, us        count        min        avg        p50        p99        max\n";
     text += &latency("reads", &disk.latency.reads);
     text += &latency("writes", &disk.latency.writes);
+    text
+}
+
+/// What is written in a day; and when no more may be, what that means and what can be done.
+fn shown_daily(name: &str, daily: &DailyState) -> String {
+    let written = Shown(daily.written_bytes);
+    let Some(budget_bytes) = daily.budget_bytes else {
+        return format!("  backing written   {written} in the last day, with no budget\n");
+    };
+    let budget = Shown(budget_bytes);
+    let mut text = format!("  backing written   {written} of {budget} in the last day; times spent: {}\n", daily.waits);
+    if daily.is_spent {
+        text += "                    blocks stay in memory, and what does not fit there is refused; for more:\n";
+        let _ = writeln!(text, "                    compcache disk change {name} --backing-daily SIZE");
+    }
     text
 }
 

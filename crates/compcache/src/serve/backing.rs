@@ -10,7 +10,8 @@
 //! the same where it is too late (`Disk` in compcache-block), so nothing depends on how soon it comes. Ages, which say what was
 //! not used for longest, advance with the work that is done: each time a sixteenth of what is stored was read or written.
 //!
-//! What goes wrong with a backing is said once, and once more when it is right again; a failing one is tried each second.
+//! What goes wrong with a backing is said once, and once more when it is right again; a failing one is tried each second, and so is one whose
+//! budget for the day is spent.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
@@ -22,10 +23,12 @@ use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
-use compcache_store::{Backing, BackingConfig, BackingStats, FileMedium, Health, Leaving, Pool, Store, Worker};
+use compcache_store::{
+    Backing, BackingConfig, BackingStats, DailyWrites, FileMedium, Health, Leaving, Pool, Store, Worker,
+};
 use rustix::fs::OFlags;
 
-use crate::control::{BackingChange, BackingState, BackingWanted, Reply};
+use crate::control::{BackingChange, BackingState, BackingWanted, DailyState, Reply};
 use crate::kernel::clock_ns;
 use crate::run::say;
 use crate::size::Shown;
@@ -48,10 +51,12 @@ const AGE_SHARE: u64 = 16;
 const AGE_LEAST_PAGES: u64 = 256;
 /// Where it can be said that blocks leave.
 const ABOVE_PERCENTS: std::ops::RangeInclusive<u8> = 10..=95;
+const NS_PER_S: u64 = 1_000_000_000;
 
 /// A backing, and its thread, which ends when this is dropped.
 pub struct DiskBacking {
     path: PathBuf,
+    batch_bytes: u64,
     backing: Arc<Backing>,
     stop: Arc<AtomicBool>,
     thread: Option<Thread>,
@@ -81,7 +86,9 @@ impl DiskBacking {
             ));
         }
         let backing = Backing::new(Box::new(medium), config)?;
-        Ok(DiskBacking { path, backing, stop: Arc::default(), thread: None })
+        backing.set_daily_bytes(wanted.daily_bytes);
+        let batch_bytes = config.segment_bytes as u64;
+        Ok(DiskBacking { path, batch_bytes, backing, stop: Arc::default(), thread: None })
     }
 
     /// For making the pool of the disk.
@@ -115,27 +122,43 @@ impl DiskBacking {
     /// # Errors
     /// That makes no sense; nothing is changed.
     pub fn change(&self, change: &BackingChange) -> anyhow::Result<()> {
+        if let Some(percent) = change.above_percent.filter(|percent| !ABOVE_PERCENTS.contains(percent)) {
+            bail!("blocks can leave above 10% to 95% of a limit, not {percent}%");
+        }
+        if let Some(daily_bytes) = change.daily_bytes {
+            refuse_less_than_a_batch(daily_bytes, self.batch_bytes)?;
+        }
+        // Nothing fails from here on.
         if let Some(percent) = change.above_percent {
-            if !ABOVE_PERCENTS.contains(&percent) {
-                bail!("blocks can leave above 10% to 95% of a limit, not {percent}%");
-            }
             self.backing.set_above_percent(percent);
+        }
+        if let Some(daily_bytes) = change.daily_bytes {
+            self.backing.set_daily_bytes((daily_bytes < u64::MAX).then_some(daily_bytes));
         }
         Ok(())
     }
 
     /// What is shown of it.
     pub fn state(&self) -> BackingState {
+        // That first: it knows what time it is.
+        let daily = self.backing.daily_writes(clock_ns());
         let stats = self.backing.stats();
         let BackingStats { capacity_bytes, live_bytes, dead_bytes, free_bytes, .. } = stats;
         BackingState {
             path: self.path.clone(),
-            health: told(stats.health).unwrap_or_else(|| "good".into()),
+            health: told(stats.health, &daily).unwrap_or_else(|| "good".into()),
             capacity_bytes,
             live_bytes,
             dead_bytes,
             free_bytes,
             above_percent: Some(self.backing.above_percent()),
+            daily: Some(DailyState {
+                budget_bytes: daily.budget_bytes,
+                written_bytes: daily.written_bytes,
+                is_spent: stats.health == Health::Spent,
+                more_after_s: daily.wait_ns.map(|wait_ns| wait_ns.div_ceil(NS_PER_S)),
+                waits: daily.waits,
+            }),
             segments_written: stats.segments_written,
             records_moved: stats.records_moved,
             failed_writes: stats.failed_writes,
@@ -175,8 +198,16 @@ pub fn write_back(store: &Arc<Store>, pool: &Pool, bytes: u64, leaving: Leaving)
             break;
         }
     }
-    if left_bytes < bytes && pool.backing().is_some_and(|backing| backing.health() == Health::Full) {
-        bail!("{blocks} blocks have left, and no more can: the backing is full");
+    if let Some(backing) = pool.backing().filter(|_| left_bytes < bytes) {
+        let daily = backing.daily_writes(clock_ns());
+        match backing.health() {
+            health @ (Health::Full | Health::Spent) => {
+                let why = told(health, &daily).unwrap_or_default();
+                bail!("{blocks} blocks have left, and no more can: {why}");
+            }
+            // Somebody may have been told already.
+            Health::Good | Health::Failing(_) => {}
+        }
     }
     Ok(Reply::Reclaimed { blocks, bytes: left_bytes })
 }
@@ -226,7 +257,22 @@ fn config(wanted: &BackingWanted, disk_bytes: u64, device_bytes: u64) -> anyhow:
             Shown(segment_bytes as u64)
         );
     }
+    if let Some(daily_bytes) = wanted.daily_bytes {
+        refuse_less_than_a_batch(daily_bytes, segment_bytes as u64)?;
+    }
     Ok(BackingConfig { capacity_bytes, segment_bytes })
+}
+
+/// Nothing could ever be written; only 0 says that this is meant.
+fn refuse_less_than_a_batch(daily_bytes: u64, batch_bytes: u64) -> anyhow::Result<()> {
+    if (1..batch_bytes).contains(&daily_bytes) {
+        bail!(
+            "of {} a day not one batch of {} can be written; make --backing-daily larger, or 0 if nothing is to be",
+            Shown(daily_bytes),
+            Shown(batch_bytes)
+        );
+    }
+    Ok(())
 }
 
 /// The thread's.
@@ -288,12 +334,14 @@ impl Reclaimer {
 
     /// Says what has changed for better or worse.
     fn tell(&mut self) {
+        // A day that is over is so whether blocks have to leave or not.
+        let daily = self.backing.daily_writes(clock_ns());
         let health = self.backing.health();
         if health == self.health {
             return;
         }
         self.health = health;
-        match told(health) {
+        match told(health, &daily) {
             None => say(&format!("compcache: the backing of disk {} takes blocks again\n", self.disk)),
             Some(why) => say(&format!(
                 "compcache: {why}: blocks of disk {} stay in memory, and what does not fit there is refused\n",
@@ -304,11 +352,29 @@ impl Reclaimer {
 }
 
 /// What is wrong with a backing.
-fn told(health: Health) -> Option<String> {
+fn told(health: Health, daily: &DailyWrites) -> Option<String> {
     match health {
         Health::Good => None,
         Health::Full => Some("the backing is full".into()),
         Health::Failing(error) => Some(error.to_string()),
+        Health::Spent => {
+            let budget = Shown(daily.budget_bytes.unwrap_or_default());
+            Some(match daily.wait_ns {
+                None => format!("with {budget} a day nothing is written to the backing"),
+                Some(wait_ns) => {
+                    let wait = about(Duration::from_nanos(wait_ns));
+                    format!("the day's budget of {budget} is written; more may follow in about {wait}")
+                }
+            })
+        }
+    }
+}
+
+/// A duration in minutes or hours, no shorter than it is.
+fn about(duration: Duration) -> String {
+    match duration.as_secs().div_ceil(60) {
+        minutes @ 0..=120 => format!("{} min", minutes.max(1)),
+        minutes => format!("{} h", minutes.div_ceil(60)),
     }
 }
 
@@ -319,7 +385,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn wanted() -> BackingWanted {
-        BackingWanted { path: "/x".into(), max_bytes: None, batch_bytes: None, overwrite: false }
+        BackingWanted { path: "/x".into(), max_bytes: None, batch_bytes: None, overwrite: false, daily_bytes: None }
     }
 
     #[test]
@@ -337,6 +403,32 @@ mod tests {
         for (max_bytes, batch_bytes) in [(MIB, MIB), (MIB, 1), (1 << 40, 32 * MIB), (0, 64 << 10)] {
             let wanted = BackingWanted { max_bytes: Some(max_bytes), batch_bytes: Some(batch_bytes), ..wanted() };
             assert!(config(&wanted, 1 << 30, u64::MAX).is_err(), "{max_bytes}, {batch_bytes}");
+        }
+    }
+    #[test]
+    fn a_budget_of_less_than_a_batch_is_refused_unless_it_is_nothing() {
+        let daily = |daily_bytes| BackingWanted { batch_bytes: Some(MIB), daily_bytes, ..wanted() };
+        for (daily_bytes, is_taken) in [(None, true), (Some(0), true), (Some(MIB), true), (Some(MIB - 1), false)] {
+            let config = config(&daily(daily_bytes), 1 << 30, u64::MAX);
+            assert_eq!(config.is_ok(), is_taken, "{daily_bytes:?}");
+        }
+        let error = config(&daily(Some(1)), 1 << 30, u64::MAX).unwrap_err().to_string();
+        assert!(error.contains("not one batch of 1.0 MiB") && error.contains("0 if"), "{error}");
+    }
+
+    #[test]
+    fn a_day_that_is_spent_is_told_with_what_is_left_of_it() {
+        let daily = |wait_ns| DailyWrites { budget_bytes: Some(2 << 30), wait_ns, ..DailyWrites::default() };
+        let minutes = |minutes: u64| Some(minutes * 60 * NS_PER_S);
+        for (wait_ns, words) in [
+            (minutes(181), "the day's budget of 2.0 GiB is written; more may follow in about 4 h"),
+            (minutes(180), "in about 3 h"),
+            (minutes(120), "in about 120 min"),
+            (Some(1), "in about 1 min"),
+            (None, "with 2.0 GiB a day nothing is written"),
+        ] {
+            let told = told(Health::Spent, &daily(wait_ns)).unwrap();
+            assert!(told.contains(words), "{told}");
         }
     }
 }

@@ -159,10 +159,15 @@ fn a_disk_of_many_times_its_servers_memory_keeps_its_contents() {
 
 /// Writes until it is refused, and returns how many blocks were taken.
 fn fill(device: &Path, written: &[u8]) -> usize {
+    fill_from(device, written, 0)
+}
+
+/// As [`fill`], from this block on.
+fn fill_from(device: &Path, written: &[u8], first: usize) -> usize {
     let file = OpenOptions::new().write(true).custom_flags(O_DIRECT).open(device).expect("the device is there");
     with_aligned(|block| {
-        (0..written.len() / BLOCK)
-            .position(|at| {
+        (first..written.len() / BLOCK)
+            .find(|at| {
                 block.copy_from_slice(&written[at * BLOCK..][..BLOCK]);
                 let put = file.write_all_at(block, (at * BLOCK) as u64);
                 put.is_err_and(|error| {
@@ -264,7 +269,77 @@ fn blocks_leave_by_hand_and_by_a_smaller_limit_or_threshold_while_the_disk_is_in
     server.ok(&["disk", "create", "--name", "plain", "--size", "16M", "--transport", "nbd"]);
     server.refuses(&["reclaim", "plain"], &["plain has no backing", "--backing"]);
     server.refuses(&["disk", "change", "plain", "--reclaim-above", "50%"], &["plain has no backing"]);
+    server.refuses(&["disk", "change", "plain", "--backing-daily", "1G"], &["plain has no backing"]);
     server.refuses(&["reclaim", "nothing"], &["no disk called nothing"]);
+    server.ok(&["disk", "rm", "d"]);
+}
+
+/// A backing's state, as JSON shows it.
+#[track_caller]
+fn backing_of(server: &Server) -> serde_json::Value {
+    let state: serde_json::Value = serde_json::from_str(&server.ok(&["show", "--json", "d"])).expect("JSON");
+    state["backing"].clone()
+}
+
+#[test]
+fn a_budget_that_is_spent_is_said_and_refuses_writes_and_more_of_it_lets_them_go_on() {
+    if !requires(&LOOP_DEVICE) {
+        return;
+    }
+    let mut server = Server::start(&["--memory", "8M"]);
+    let heard = listen(&mut server.said);
+    let backing = server.directory.path().join("backing").display().to_string();
+    let create = ["disk", "create", "--name", "d", "--size", "128M", "--transport", "loop", "--backing", &backing];
+    let budget = ["--backing-batch", "64K", "--backing-daily", "4M"];
+    let device = PathBuf::from(server.ok(&[&create[..], &budget].concat()).trim());
+    let mut written = vec![0; 64 * MIB];
+    // None of it compresses.
+    fastrand::Rng::with_seed(5).fill(&mut written);
+    // 8 MiB here and 4 there, but for tables and lists.
+    let taken = fill(&device, &written);
+    assert!((9..12).contains(&(taken * BLOCK / MIB)), "{taken} blocks were taken");
+    hears(&heard, "the day's budget of 4.0 MiB is written; more may follow in about 2");
+    hears(&heard, "blocks of disk d stay in memory");
+    let shown = server.ok(&["show", "d"]);
+    for words in ["day's budget of 4.0 MiB", "4.0 MiB of 4.0 MiB in the last day", "disk change d --backing-daily SIZE"]
+    {
+        assert!(shown.contains(words), "{words}: {shown}");
+    }
+    let daily = |name: &str| backing_of(&server)["daily"][name].clone();
+    assert_eq!([daily("budget_bytes"), daily("written_bytes")], [4 << 20, 4 << 20]);
+    assert!(daily("is_spent") == true && daily("waits") == 1, "{}", backing_of(&server));
+    assert!((86_000..=87_300).contains(&daily("more_after_s").as_u64().expect("a number")), "{}", backing_of(&server));
+    assert_eq!(backing_of(&server)["segments_written"], 64);
+    server.refuses(&["reclaim", "d"], &["no more can", "the day's budget of 4.0 MiB is written"]);
+    assert!(readable(&device, &written[..taken * BLOCK]).iter().all(|read| *read), "what was taken cannot be read");
+
+    // More of it, and on it goes from where it was refused. From the start, blocks would be written there anew.
+    server.ok(&["disk", "change", "d", "--backing-daily", "16M"]);
+    hears(&heard, "takes blocks again");
+    let more = fill_from(&device, &written, taken);
+    assert!((19..24).contains(&(more * BLOCK / MIB)), "{more} blocks were taken");
+    hears(&heard, "the day's budget of 16.0 MiB is written");
+    assert!(daily("written_bytes").as_u64().expect("a number") <= 16 << 20);
+    assert!(readable(&device, &written[..more * BLOCK]).iter().all(|read| *read), "what was taken cannot be read");
+    // Less than was written, nothing at all, and as much as there is.
+    server.ok(&["disk", "change", "d", "--backing-daily", "1M"]);
+    assert!(server.ok(&["show", "d"]).contains("16.0 MiB of 1.0 MiB"), "{}", server.ok(&["show", "d"]));
+    server.ok(&["disk", "change", "d", "--backing-daily", "0"]);
+    assert!(server.ok(&["show", "d"]).contains("with 0 B a day nothing is written"), "{}", server.ok(&["show", "d"]));
+    server.ok(&["disk", "change", "d", "--backing-daily", "none"]);
+    assert_eq!(fill(&device, &written), written.len() / BLOCK);
+    assert!(server.ok(&["show", "d"]).contains("in the last day, with no budget"), "{}", server.ok(&["show", "d"]));
+    assert!(readable(&device, &written).iter().all(|read| *read));
+    assert_eq!((server.stat("d", "failed_reads"), &backing_of(&server)["health"]), (0, &"good".into()));
+
+    // What makes no sense changes nothing.
+    server.refuses(&["disk", "change", "d", "--backing-daily", "63K"], &["not one batch of 64.0 KiB", "or 0"]);
+    server.refuses(
+        &["disk", "change", "d", "--backing-daily", "1", "--reclaim-above", "60%"],
+        &["not one batch of 64.0 KiB"],
+    );
+    assert_eq!((daily("budget_bytes"), &backing_of(&server)["above_percent"]), (().into(), &85.into()));
+    server.refuses(&["disk", "change", "d", "--backing-daily", "much"], &["a size, or none"]);
     server.ok(&["disk", "rm", "d"]);
 }
 
@@ -377,7 +452,9 @@ fn a_backing_that_makes_no_sense_is_refused_with_the_reason_and_nothing_is_overw
     refuses(&[], &path("nowhere/at/all"), &["cannot make the backing", "nowhere/at/all"]);
     refuses(&["--backing-max", "1M", "--backing-batch", "1M"], &path("b"), &["four batches"]);
     refuses(&["--backing-batch", "1K"], &path("b"), &["64K to 16M"]);
+    refuses(&["--backing-batch", "1M", "--backing-daily", "1023K"], &path("b"), &["not one batch of 1.0 MiB", "or 0"]);
     server.refuses(&["disk", "create", "--size", "64M", "--backing-max", "1M"], &["--backing"]);
+    server.refuses(&["disk", "create", "--size", "64M", "--backing-daily", "1G"], &["--backing"]);
     assert_eq!(fs::read_to_string(path("file")).expect("it is there"), "somebody's");
     assert!(!Path::new(&path("b")).exists() && server.ok(&["list"]).lines().count() == 1, "something was made");
 }
