@@ -405,6 +405,7 @@ mod tests {
             assert!(config(&wanted, 1 << 30, u64::MAX).is_err(), "{max_bytes}, {batch_bytes}");
         }
     }
+
     #[test]
     fn a_budget_of_less_than_a_batch_is_refused_unless_it_is_nothing() {
         let daily = |daily_bytes| BackingWanted { batch_bytes: Some(MIB), daily_bytes, ..wanted() };
