@@ -16,8 +16,8 @@
 //! the handler needs that lock to bring it back. So it leaves a request, and the evictor, which does nothing else at that
 //! moment, carries it out; when the request is answered, no page of the range is on its way out any more unless it had
 //! left before. What was unmapped before the request must be forgotten before it: a mapping in the same place would lose what
-//! was just asked for. So the evictor waits until every event that was read has been applied, and nobody forks meanwhile,
-//! which would keep events for later.
+//! was just asked for. So the evictor waits until every event has been told and applied, another thread's too, and nobody forks
+//! meanwhile, which would keep events for later.
 
 use crate::fork;
 use crate::lock;
@@ -135,11 +135,12 @@ pub fn carry_out(pager: &Pager) {
     let request = &pager.keep_request;
     let range = request.start.load(Relaxed)..request.end.load(Relaxed);
     let pages = page_of(range.start)..page_of(range.end);
+    let channel = *pager.channel.lock();
     loop {
         let mut state = pager.state.lock();
         // What is being brought there must not come after the guards.
         let is_loading = state.loading.start < pages.end && pages.start < state.loading.end;
-        if !is_loading && pager.is_settled(&state) {
+        if !is_loading && pager.is_settled(&state) && channel.is_none_or(|channel| channel.is_quiet()) {
             return apply(pager, &mut state, request.change.load(Relaxed), range);
         }
         drop(state);

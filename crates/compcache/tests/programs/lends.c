@@ -4,7 +4,7 @@
  *
  *   vmsplice   pages lent to a pipe are read from it much later
  *   written    what is written to such pages while they are lent is what the pipe's reader gets
- *   again      as written, where others were lent and unmapped just before, and while another thread has pages leave
+ *   again      as written, by two threads, where others were lent and unmapped just before, while a third has pages leave
  *   zerocopy   pages lent to a socket with MSG_ZEROCOPY are received much later
  */
 #include "trap.h"
@@ -56,15 +56,12 @@ static void *walk(void *stop)
 	return NULL;
 }
 
-static void lend_again_and_again(void)
+static void *lend_one_after_the_other(void *tag)
 {
-	atomic_bool stop = false;
-	pthread_t walker;
-	MUST(pthread_create(&walker, NULL, walk, &stop) == 0);
 	int pair[2];
 	MUST(pipe(pair) == 0);
 	for (uint64_t round = 1; round < 300; round++) {
-		struct area area = area_new(LENT * PAGE, 42, round);
+		struct area area = area_new(LENT * PAGE, (uint64_t)(uintptr_t)tag, round);
 		struct iovec vector = {area.at, LENT * PAGE};
 		ssize_t lent = vmsplice(pair[1], &vector, 1, 0);
 		if (lent < 0) lacks("vmsplice");
@@ -78,9 +75,20 @@ static void lend_again_and_again(void)
 			MUST(count > 0);
 			done += (size_t)count;
 		}
-		for (size_t page = 0; page < LENT; page++) page_check(got + page * PAGE, 42, page, round + 1000);
+		for (size_t page = 0; page < LENT; page++) page_check(got + page * PAGE, area.tag, page, round + 1000);
 		munmap(area.at, LENT * PAGE);
 	}
+	return NULL;
+}
+
+static void lend_again_and_again(void)
+{
+	atomic_bool stop = false;
+	pthread_t walker, lenders[2];
+	MUST(pthread_create(&walker, NULL, walk, &stop) == 0);
+	for (uintptr_t i = 0; i < 2; i++)
+		MUST(pthread_create(&lenders[i], NULL, lend_one_after_the_other, (void *)(42 + i)) == 0);
+	for (int i = 0; i < 2; i++) MUST(pthread_join(lenders[i], NULL) == 0);
 	atomic_store(&stop, true);
 	MUST(pthread_join(walker, NULL) == 0);
 }
