@@ -297,7 +297,11 @@ fn helper_options(source: &Path, limits: StatVfsMountFlags) -> Vec<MountOption> 
 
 /// Whose thread does what the cache needs done beside reading and writing.
 fn start_upkeep(cache: &Arc<Cache<Stamp>>, keeps_written: bool) -> Result<(), FsError> {
-    let worker = cache.worker().map_err(|error| FsError::Memory { error })?;
+    let mut worker = cache.worker().map_err(|error| FsError::Memory { error })?;
+    if keeps_written {
+        // The first write is kept, too, however late the thread comes.
+        cache.keep_written(&mut worker, Duration::ZERO);
+    }
     let cache = Arc::downgrade(cache);
     let keep_up = move || Cache::keep_up(&cache, worker, keeps_written);
     let started = thread::Builder::new().name("upkeep".into()).spawn(keep_up);

@@ -9,6 +9,7 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use compcache_block::{BelowStats, BlockDevice, Cached, Origin};
@@ -111,7 +112,9 @@ fn refuse_little(memory_bytes: u64) -> anyhow::Result<()> {
 
 /// Whose thread does what the cache needs done beside reading and writing.
 fn start_upkeep(cached: &Cached) -> anyhow::Result<()> {
-    let worker = cached.cache().worker().context("cannot get the memory that the cache's thread works in")?;
+    let mut worker = cached.cache().worker().context("cannot get the memory that the cache's thread works in")?;
+    // The first write is kept, too, however late the thread comes.
+    cached.cache().keep_written(&mut worker, Duration::ZERO);
     let cache = Arc::downgrade(cached.cache());
     let started = thread::Builder::new().name("upkeep".into()).spawn(move || Cache::keep_up(&cache, worker, true));
     started.map(drop).context("cannot start the thread that keeps what is written")

@@ -76,6 +76,7 @@ static void *lend_one_after_the_other(void *tag)
 			done += (size_t)count;
 		}
 		for (size_t page = 0; page < LENT; page++) page_check(got + page * PAGE, area.tag, page, round + 1000);
+		area_check(&area, round + 1000);
 		munmap(area.at, LENT * PAGE);
 	}
 	return NULL;
