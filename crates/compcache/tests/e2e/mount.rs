@@ -128,7 +128,7 @@ fn a_new_file_of_an_exclusive_tree_has_nothing_of_one_that_had_its_number() {
         assert!(back[..MIB - 3].iter().all(|byte| *byte == 0), "round {round}");
         fs::remove_file(&path).unwrap();
     }
-    assert!(numbers.len() < 50, "no number was used again: this shows nothing");
+    assert!(numbers.len() < 50, "hardly a number was used again, this shows nothing: {} of 100", numbers.len());
     tree.unmount();
 }
 
@@ -454,16 +454,13 @@ fn a_change_behind_the_mount_is_noticed_while_the_file_is_open_if_that_is_asked_
         let below = File::options().write(true).open(tree.source().join("f")).unwrap();
         for round in 2..6 {
             below.write_all_at(&text(MIB, round), 0).unwrap();
-            let until = Instant::now() + if watch { PATIENCE } else { Duration::from_millis(500) };
-            let is_seen = loop {
-                above.read_exact_at(&mut read, 0).unwrap();
-                let is_seen = read == text(MIB, round);
-                if is_seen || Instant::now() > until {
-                    break is_seen;
-                }
+            // Without, it is seen when the kernel drops what it has, and that may be now.
+            let begun = Instant::now();
+            while watch && read != text(MIB, round) {
+                assert!(begun.elapsed() < PATIENCE, "round {round}");
                 thread::sleep(Duration::from_millis(20));
-            };
-            assert_eq!(is_seen, watch, "round {round}");
+                above.read_exact_at(&mut read, 0).unwrap();
+            }
         }
         // Closed, it is watched no more; opened again, it is.
         drop(above);
