@@ -87,7 +87,7 @@ use lanes::Lanes;
 use linger::Linger;
 use loop_device::{CONTROL, LoopDevice};
 use place::Place;
-use waiting::Waiting;
+use waiting::Waiters;
 
 /// The largest request, in bytes. The loop device makes none that is larger than 1.25 MiB; those come in parts, which
 /// several threads serve at the same time: a write of 1 MiB is a millisecond's work for one.
@@ -129,7 +129,7 @@ pub struct FuseLoop {
     attached: Option<LoopDevice>,
     place: Option<Place>,
     session: Option<BackgroundSession>,
-    waiting: Arc<Waiting>,
+    waiting: Arc<Waiters>,
     waiting_threads: Vec<JoinHandle<()>>,
     path: PathBuf,
 }
@@ -148,7 +148,7 @@ impl FuseLoop {
 
         let place = Place::create(&options.directory)?;
         let sector_bytes = device.sector_bytes();
-        let waiting = Arc::new(Waiting::new());
+        let waiting = Arc::new(Waiters::new());
         let mut disk = FuseLoop {
             attached: None,
             place: None,

@@ -74,6 +74,7 @@ mod origin;
 mod range;
 mod stripes;
 pub mod ublk;
+mod waiting;
 
 pub use array::Array;
 pub use cached::{BelowStats, Cached};

@@ -72,13 +72,14 @@ pub use crate::node::Holder;
 
 use crate::device::{BLOCK_BYTES, BlockDevice};
 use crate::node::{Node, NotClaimed};
+use crate::waiting::{Takes, Waiting};
 use control::{Control, take_turn};
 use queue::{Queue, Shared};
 use uapi::{
     ATTR_FUA, ATTR_VOLATILE_CACHE, CONTROL, DevInfo, PARAM_TYPE_BASIC, PARAM_TYPE_DISCARD, ParamBasic, ParamDiscard,
     Params, SECTOR_BYTES,
 };
-use waiting::{Waiter, Waiting};
+use waiting::{Job, Waiter};
 
 /// The largest read or write, in bytes; and so the size of a buffer.
 const REQUEST_BYTES_MAX: usize = 1 << 20;
@@ -130,7 +131,7 @@ pub struct Ublk {
     started: bool,
     /// Closed before the device is removed; the threads have it open, too.
     character: Option<Arc<OwnedFd>>,
-    waiting: Arc<Waiting>,
+    waiting: Arc<Waiting<Job>>,
     threads: Vec<JoinHandle<()>>,
     waiting_threads: Vec<JoinHandle<()>>,
     /// Nothing is left of it.
@@ -210,9 +211,11 @@ impl Ublk {
         options: &UblkOptions,
         ready: &Sender<Result<(), UblkError>>,
     ) -> Result<(), UblkError> {
-        for number in 0..options.waiting_threads.get() {
+        let count = options.waiting_threads.get();
+        for number in 0..count {
+            let takes = Takes::of_thread(number, count);
             let (device, waiting, path) = (self.device.clone(), self.waiting.clone(), self.path.clone());
-            let make = move || Waiter::new(device, waiting, &path);
+            let make = move || Waiter::new(device, waiting, takes, &path);
             let thread = self.start_thread(format!("ublk-wait-{number}"), ready, make, Waiter::serve)?;
             self.waiting_threads.push(thread);
         }

@@ -225,6 +225,14 @@ impl Backing {
         }
     }
 
+    /// Address and length of what it writes from, and of its table of segments: for whoever wants that to be there before it is
+    /// needed.
+    pub fn memory_ranges(&self) -> [(usize, usize); 5] {
+        let [[copies, image], [other_copies, other_image]] =
+            self.flights.each_ref().map(|flight| flight.lock().memory_ranges());
+        [copies, image, other_copies, other_image, self.segments.lock().memory_range()]
+    }
+
     /// Whether pages can go there, as far as is known.
     pub fn health(&self) -> Health {
         *self.health.lock()

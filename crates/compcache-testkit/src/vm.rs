@@ -85,6 +85,7 @@ pub struct Vm {
     processors: u32,
     memory_mib: u32,
     network: bool,
+    disk_mib: Option<u64>,
 }
 
 impl Vm {
@@ -102,6 +103,7 @@ impl Vm {
             processors: 2,
             memory_mib: 1536,
             network: false,
+            disk_mib: None,
         };
         let busybox = find_program("busybox").ok_or_else(|| io::Error::other("busybox is not on the path"))?;
         for directory in ["/proc", "/sys", "/dev", "/tmp"] {
@@ -124,6 +126,15 @@ impl Vm {
     pub fn network(&mut self) -> io::Result<()> {
         self.network = true;
         self.module("virtio_net", "")
+    }
+
+    /// Gives it an empty disk of so many MiB, `/dev/vda`, which lies in a file here while the machine runs.
+    ///
+    /// # Errors
+    /// As [`Vm::module`]: the kernel has no virtio_blk.
+    pub fn disk(&mut self, mib: u64) -> io::Result<()> {
+        self.disk_mib = Some(mib);
+        self.module("virtio_blk", "")
     }
 
     /// Lines that the first process runs before it becomes, by exec, the shell that runs the script: so that all of its memory
@@ -226,6 +237,12 @@ impl Vm {
             true => &["-netdev", "user,id=host,ipv6=off", "-device", "virtio-net-pci,netdev=host,romfile="],
             false => &["-net", "none"],
         };
+        let mut drive = Vec::new();
+        if let Some(mib) = self.disk_mib {
+            let path = directory.path().join("drive");
+            File::create(&path)?.set_len(mib << 20)?;
+            drive = vec!["-drive".into(), format!("file={},if=virtio,format=raw,cache=unsafe", path.display())];
+        }
         // The kernel believes the clock whatever the host lets it wait for: to do without, it rewrites code in use, and that the emulator
         // has got wrong (int3 in sched_clock_cpu, after 24 minutes on a host with ten others at work).
         // A machine that is interrupted prints what each task is waiting for.
@@ -233,6 +250,7 @@ impl Vm {
         let mut machine = Command::new("qemu-system-x86_64")
             .args(["-M", "q35", "-cpu", "max", "-display", "none", "-no-reboot"])
             .args(network)
+            .args(drive)
             .args(["-smp", &self.processors.to_string(), "-m", &self.memory_mib.to_string()])
             .arg("-serial")
             .arg(format!("file:{}", console.display()))
@@ -360,6 +378,21 @@ mod tests {
         let said = vm.run("echo before; sleep 1000", Duration::from_secs(20)).unwrap_err().to_string();
         let expected = ["did not end within 20 s", "RIP=", "before", "NMI", "task:sleep"];
         assert_eq!(expected.map(|expected| said.contains(expected)), [true; 5], "{said}");
+    }
+
+    #[test]
+    fn a_machine_with_a_disk_reads_back_what_it_wrote_there() {
+        if !requires(&[Feature::StockKernel, Feature::Program("qemu-system-x86_64"), Feature::Program("busybox")]) {
+            return;
+        }
+        let mut vm = Vm::new(&Kernel::stock().unwrap()).unwrap();
+        vm.size(1, 512);
+        vm.disk(64).unwrap();
+        let script = "cat /sys/block/vda/size; echo there >/tmp/x; dd if=/tmp/x of=/dev/vda bs=6 seek=9 conv=fsync; \
+                      echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/vda bs=6 skip=9 count=1";
+        let printed = vm.run(script, Duration::from_secs(120)).unwrap_or_else(|error| panic!("{error}"));
+        let lines: Vec<_> = printed.lines().map(str::trim).collect();
+        assert_eq!((lines[0], lines.contains(&"there")), ("131072", true), "{printed}");
     }
 
     #[test]

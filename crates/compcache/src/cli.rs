@@ -174,6 +174,29 @@ pub enum DiskCommand {
     Rm(RmArgs),
 }
 
+/// What can be said of a `--backing`.
+#[derive(Args)]
+pub struct BackingArgs {
+    /// The most room it may take there [default: enough for all of the disk, or all of the device]
+    #[arg(long, value_name = "SIZE", requires = "backing")]
+    pub backing_max: Option<Size>,
+
+    /// How much is written there at a time, 64K to 16M; the server takes twice as much memory for it [default: 1M, for swap 256K, less
+    /// for a small backing]
+    #[arg(long, value_name = "SIZE", requires = "backing")]
+    pub backing_batch: Option<Size>,
+
+    /// The most that may be written there in any 24 hours, for flash, which wears out: whole batches, what is moved to make room
+    /// too. When it is written, blocks stay in memory until time has passed, and what does not fit is refused. 0: nothing at all
+    /// [default: as much as there is]
+    #[arg(long, value_name = "SIZE", requires = "backing")]
+    pub backing_daily: Option<Size>,
+
+    /// Also if there is something on the device, which is then lost
+    #[arg(long, requires = "backing")]
+    pub backing_overwrite: bool,
+}
+
 /// Make a disk, and print where it is found
 ///
 /// The size is what its users see; it takes memory as they write, compressed, and gives it back as they discard.
@@ -211,24 +234,8 @@ pub struct CreateArgs {
     #[arg(long, value_name = "FILE|DEVICE")]
     pub backing: Option<PathBuf>,
 
-    /// The most room it may take there [default: enough for all of the disk, or all of the device]
-    #[arg(long, value_name = "SIZE", requires = "backing")]
-    pub backing_max: Option<Size>,
-
-    /// How much is written there at a time, 64K to 16M; the server takes twice as much memory for it [default: 1M, less for a
-    /// small backing]
-    #[arg(long, value_name = "SIZE", requires = "backing")]
-    pub backing_batch: Option<Size>,
-
-    /// The most that may be written there in any 24 hours, for flash, which wears out: whole batches, what is moved to make room
-    /// too. When it is written, blocks stay in memory until time has passed, and what does not fit is refused. 0: nothing at all
-    /// [default: as much as there is]
-    #[arg(long, value_name = "SIZE", requires = "backing")]
-    pub backing_daily: Option<Size>,
-
-    /// Also if there is something on the device, which is then lost
-    #[arg(long, requires = "backing")]
-    pub backing_overwrite: bool,
+    #[command(flatten)]
+    pub backing_options: BackingArgs,
 
     /// lz4 is faster; zstd or zstd:LEVEL makes the pages smaller (levels 1 to 19 and -1 to -7; 1 if none is given)
     #[arg(long, value_name = "CODEC", default_value = "lz4")]
@@ -290,10 +297,18 @@ pub struct SwapOnArgs {
     #[arg(long, value_name = "SIZE", default_value = "50%")]
     pub size: Size,
 
-    /// Limit on the memory it takes; what goes beyond stays in memory, or goes to other swap. 0 is none but the server's
-    /// [default: 0]
+    /// Limit on the memory it takes; what goes beyond stays in memory, or goes to other swap or --backing. 0 is none but the
+    /// server's [default: 0]
     #[arg(long, value_name = "SIZE")]
     pub limit: Option<Size>,
+
+    /// Where pages go that do not fit in memory, compressed and encrypted with a key that only the server has: a disk, partition or
+    /// volume that is nobody else's. Not a file, nor a loop device
+    #[arg(long, value_name = "DEVICE")]
+    pub backing: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub backing_options: BackingArgs,
 
     /// lz4 is faster; zstd or zstd:LEVEL makes the pages smaller (levels 1 to 19 and -1 to -7; 1 if none is given)
     #[arg(long, value_name = "CODEC", default_value = "lz4")]

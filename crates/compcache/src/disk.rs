@@ -10,8 +10,8 @@ use std::process::{Command, ExitCode, Stdio};
 use anyhow::{Context, anyhow, bail};
 
 use crate::cli::{
-    ChangeArgs, CreateArgs, DiskCommand, ListArgs, NameArgs, ReclaimArgs, RecompressArgs, ResizeArgs, ServerArgs,
-    ShowArgs, Transport,
+    BackingArgs, ChangeArgs, CreateArgs, DiskCommand, ListArgs, NameArgs, ReclaimArgs, RecompressArgs, ResizeArgs,
+    ServerArgs, ShowArgs, Transport,
 };
 use crate::control::{
     At, BackingChange, BackingWanted, Change, Create, DiskState, OriginWanted, Reply, Request, ask, default_socket,
@@ -92,8 +92,9 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
         recompress: Some(args.recompress.to_string()),
         recompress_after_ms: Some(milliseconds(args.recompress_after)),
     };
-    let daily_bytes = args.backing_daily.map(|daily| daily.bytes(ram_bytes));
-    let request = match (args.backing, args.origin) {
+    let backing = args.backing.map(|path| backing_wanted(path, &args.backing_options, ram_bytes)).transpose()?;
+    let daily_bytes = backing.as_ref().and_then(|backing| backing.daily_bytes);
+    let request = match (backing, args.origin) {
         (None, None) => Request::Create(wanted),
         (_, Some(path)) => Request::CreateOver {
             disk: wanted,
@@ -102,16 +103,7 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
                 memory_bytes: args.memory.unwrap_or(CACHE_SIZE).bytes(ram_bytes),
             },
         },
-        (Some(path), None) => Request::CreateOn {
-            disk: wanted,
-            backing: BackingWanted {
-                path: absolute(path)?,
-                max_bytes: args.backing_max.map(|max| max.bytes(ram_bytes)),
-                batch_bytes: args.backing_batch.map(|batch| batch.bytes(ram_bytes)),
-                overwrite: args.backing_overwrite,
-                daily_bytes,
-            },
-        },
+        (Some(backing), None) => Request::CreateOn { disk: wanted, backing },
     };
     let disk = one_disk(&args.server, request)?;
     // An older server answers all the same, and would write as much as there is.
@@ -125,6 +117,20 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
         };
     }
     Ok(disk.at + "\n")
+}
+
+/// What is asked for with `--backing`.
+///
+/// # Errors
+/// The current directory is gone.
+pub fn backing_wanted(path: PathBuf, args: &BackingArgs, ram_bytes: u64) -> anyhow::Result<BackingWanted> {
+    Ok(BackingWanted {
+        path: absolute(path)?,
+        max_bytes: args.backing_max.map(|max| max.bytes(ram_bytes)),
+        batch_bytes: args.backing_batch.map(|batch| batch.bytes(ram_bytes)),
+        overwrite: args.backing_overwrite,
+        daily_bytes: args.backing_daily.map(|daily| daily.bytes(ram_bytes)),
+    })
 }
 
 /// Makes a file system on a device, if one of some kind is wanted, and mounts what is there, if a place is.

@@ -24,6 +24,8 @@ mod cold;
 mod disks;
 mod origin;
 mod overload;
+mod pressure;
+mod relief;
 mod safe;
 mod wire;
 

@@ -11,7 +11,7 @@ use anyhow::{Context, anyhow, bail};
 
 use crate::cli::{SwapCommand, SwapOffArgs, SwapOnArgs, SwapTransport};
 use crate::control::{At, Create, DiskState, Reply, Request, ask};
-use crate::disk::{ended, limit_bytes, one_disk, server, tool, unexpected, whole_blocks};
+use crate::disk::{backing_wanted, ended, limit_bytes, one_disk, server, tool, unexpected, whole_blocks};
 use crate::kernel::{ram_bytes, setting};
 use crate::run::say;
 use crate::size::Shown;
@@ -50,7 +50,14 @@ fn on(args: SwapOnArgs) -> anyhow::Result<String> {
         recompress_after_ms: None,
         unprotected: args.unprotected,
     };
-    let disk = one_disk(&args.server, Request::Create(wanted)).context("swap stays as it was")?;
+    let request = match args.backing {
+        None => Request::Create(wanted),
+        Some(path) => {
+            let backing = backing_wanted(path, &args.backing_options, ram_bytes)?;
+            Request::CreateOn { disk: wanted, backing }
+        }
+    };
+    let disk = one_disk(&args.server, request).context("swap stays as it was")?;
     let started = tool("mkswap", &["-L", "compcache", &disk.at])
         .and_then(|()| tool("swapon", &["--discard=pages", "--priority", &args.priority.to_string(), &disk.at]));
     if let Err(error) = started {

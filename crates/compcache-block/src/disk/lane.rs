@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 use std::time::Duration;
 
-use compcache_store::{Fetcher, Health, Page, PageIndex, Read, RunFailed, StoreError, Worker};
+use compcache_store::{Fetcher, Health, Leaving, Page, PageIndex, Read, RunFailed, StoreError, Worker};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::Disk;
@@ -75,13 +75,13 @@ impl Disk {
                     }
                     return Ok(Outcome::Done(()));
                 }
-                Err(RunFailed { done: more, error: error @ StoreError::LimitReached { .. } }) if self.can_leave() => {
+                Err(RunFailed { done: more, error }) if self.can_leave() && is_short_of_memory(&error) => {
                     self.not_told.fetch_add(1, Relaxed);
                     if !manner.may_wait {
                         return Ok(Outcome::MustWait);
                     }
                     done += more;
-                    if !self.make_room(worker) {
+                    if !self.make_room(worker, &error) {
                         idle += 1;
                         if idle > IDLE_MAX {
                             self.not_told.fetch_sub(1, Relaxed);
@@ -114,9 +114,14 @@ impl Disk {
     }
 
     /// Has some blocks leave memory, this disk's or others', or waits for another thread that does. `false`: none can.
-    fn make_room(&self, worker: &mut Worker) -> bool {
-        let Some(backing) = self.pool.backing() else { return false };
-        match self.pool.store().reclaim(worker, backing) {
+    fn make_room(&self, worker: &mut Worker, wanting: &StoreError) -> bool {
+        let (store, Some(backing)) = (self.pool.store(), self.pool.backing()) else { return false };
+        let done = match wanting {
+            StoreError::LimitReached { .. } => store.reclaim(worker, backing),
+            // The reserve is used up, however far the limit is.
+            _ => store.write_back(worker, &self.pool, Leaving::Oldest),
+        };
+        match done {
             Ok(done) if done.is_busy => thread::sleep(RECLAIM_WAIT),
             Ok(done) => return done.pages > 0 || done.freed_bytes > 0,
             // It is in bad health now, and that is where the writer looks next.
@@ -227,6 +232,11 @@ impl DiskLane {
             Ok(Outcome::Done(()))
         })
     }
+}
+
+/// Whether a write that failed so succeeds once other blocks have left memory.
+fn is_short_of_memory(error: &StoreError) -> bool {
+    matches!(error, StoreError::LimitReached { .. } | StoreError::MemoryRefused { .. })
 }
 
 /// Reads a block that is, or was just now, on the backing, and waits for it.

@@ -278,6 +278,27 @@ fn who_waits_for_the_reserve_is_one_that_may_wait() {
 }
 
 #[test]
+fn where_the_reserve_is_used_up_blocks_leave_for_the_backing() {
+    let disk = disk_on_backing(u64::MAX, 64 << 20);
+    let store = disk.pool().store().clone();
+    disk.pool().prepare(16 << 10).unwrap();
+    store.set_reserve_bytes(4 << 20);
+    while store.refill().unwrap() {}
+    let reserved_bytes = store.mem_used_total_bytes();
+    disk.set_reserve_only();
+    let mut lane = disk.clone().lane().unwrap();
+    let data = noise(32 << 20, 1);
+    for (at, block) in (0..).step_by(4096).zip(data.chunks(4096)) {
+        assert_eq!(lane.write(at, block, WAITING), DONE, "at {at}");
+    }
+    assert!(store.mem_used_total_bytes() <= reserved_bytes, "memory was asked for");
+    assert_eq!(disk.stats().failed_writes, 0);
+    let mut back = vec![0; data.len()];
+    assert_eq!(lane.read(0, &mut back, WAITING), DONE);
+    assert!(back == data);
+}
+
+#[test]
 fn a_disk_whose_backing_is_full_says_so_and_keeps_what_it_has() {
     let disk = disk_on_backing(4 << 20, 8 << 20);
     let mut lane = disk.clone().lane().unwrap();

@@ -19,7 +19,7 @@ use linux_raw_sys::general::{FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE, FALLOC_F
 use super::REQUEST_BYTES_MAX;
 use super::lanes::{Lanes, Own};
 use super::linger::Linger;
-use super::waiting::{EmptyRequest, Job, Seek, Waiting, done, errno};
+use super::waiting::{EmptyRequest, Job, Seek, Waiters, done, errno};
 use crate::device::{BLOCK_BYTES, Manner, Outcome, Zeroes};
 use crate::error::DeviceError;
 
@@ -36,7 +36,7 @@ pub(super) struct OneFile {
     /// What the file is called.
     pub name: String,
     pub lanes: Lanes,
-    pub waiting: Arc<Waiting>,
+    pub waiting: Arc<Waiters>,
     pub linger: Linger,
     pub uid: u32,
     pub gid: u32,

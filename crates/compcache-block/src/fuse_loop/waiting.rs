@@ -5,8 +5,7 @@
 //! fuser receives the next request in the same buffer. When they are all taken, whoever brings one more waits for the
 //! medium itself; so many slow requests at once do hold up quick ones.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 use std::{io, mem};
 
@@ -16,6 +15,7 @@ use super::REQUEST_BYTES_MAX;
 use super::lanes::Own;
 use crate::device::{BlockDevice, Extent, Lane, Manner, Outcome, Zeroes};
 use crate::error::DeviceError;
+use crate::waiting::{Takes, Waiting};
 
 /// How many requests may wait.
 const PLACES: usize = 64;
@@ -84,29 +84,28 @@ pub(super) fn errno(error: &DeviceError) -> Errno {
     Errno::from_i32(error.errno())
 }
 
-struct Queue {
-    jobs: VecDeque<Job>,
-    /// Emptied, each with room for the largest write.
-    buffers: Vec<Vec<u8>>,
-    closed: bool,
+impl Job {
+    fn is_read(&self) -> bool {
+        matches!(self, Job::Read { .. })
+    }
 }
 
-/// The queue; its mutex is held for moments, and never while a device is asked.
-pub(super) struct Waiting {
-    queue: Mutex<Queue>,
-    arrived: Condvar,
+/// The requests that wait, and the buffers of those that are writes.
+pub(super) struct Waiters {
+    waiting: Waiting<Job>,
+    /// Emptied, each with room for the largest write. The mutex is held for moments.
+    buffers: Mutex<Vec<Vec<u8>>>,
 }
 
-impl Waiting {
-    pub fn new() -> Waiting {
+impl Waiters {
+    pub fn new() -> Waiters {
         let buffers = (0..WRITES).map(|_| Vec::with_capacity(REQUEST_BYTES_MAX)).collect();
-        let queue = Queue { jobs: VecDeque::with_capacity(PLACES), buffers, closed: false };
-        Waiting { queue: Mutex::new(queue), arrived: Condvar::new() }
+        Waiters { waiting: Waiting::new(PLACES), buffers: Mutex::new(buffers) }
     }
 
     /// Starts `count` threads that wait, and returns once each has its lane.
     pub fn start(
-        self: &Arc<Waiting>,
+        self: &Arc<Waiters>,
         device: &Arc<dyn BlockDevice>,
         count: usize,
     ) -> io::Result<Result<Vec<JoinHandle<()>>, DeviceError>> {
@@ -114,12 +113,12 @@ impl Waiting {
         let mut threads = Vec::with_capacity(count);
         let mut started = Ok(());
         for number in 0..count {
-            let (waiting, device, ready) = (self.clone(), device.clone(), ready.clone());
+            let (waiters, device, ready) = (self.clone(), device.clone(), ready.clone());
             let body = move || match Own::new(&device).inspect(Own::settle) {
                 Ok(mut own) => {
                     let _ = ready.send(Ok(()));
                     drop(ready);
-                    waiting.serve(&mut own);
+                    waiters.serve(&mut own, Takes::of_thread(number, count));
                 }
                 Err(error) => drop(ready.send(Err(error))),
             };
@@ -140,47 +139,26 @@ impl Waiting {
 
     /// A buffer holding `bytes`, if one is free.
     pub fn copy(&self, bytes: &[u8]) -> Option<Vec<u8>> {
-        let mut buffer = self.lock().buffers.pop()?;
+        let mut buffer = self.buffers().pop()?;
         buffer.extend_from_slice(bytes);
         Some(buffer)
     }
 
-    /// Takes the job, or gives it back when all places are taken.
-    pub fn put(&self, job: Job) -> Result<(), Job> {
-        let mut queue = self.lock();
-        if queue.jobs.len() == PLACES || queue.closed {
-            return Err(job);
-        }
-        queue.jobs.push_back(job);
-        drop(queue);
-        self.arrived.notify_one();
-        Ok(())
-    }
-
     /// Has `job` done where waiting is allowed: by a thread for it, or here.
     pub fn pass_on(&self, own: &mut Own, job: Job) {
-        if let Err(job) = self.put(job) {
+        let is_read = job.is_read();
+        if let Err(job) = self.waiting.put(job, is_read) {
             self.finish(own, job);
         }
     }
 
     /// Ends the threads once the queue is empty.
     pub fn close(&self) {
-        self.lock().closed = true;
-        self.arrived.notify_all();
+        self.waiting.close();
     }
 
-    fn serve(&self, own: &mut Own) {
-        loop {
-            let mut queue = self.lock();
-            let job = loop {
-                match queue.jobs.pop_front() {
-                    Some(job) => break job,
-                    None if queue.closed => return,
-                    None => queue = self.arrived.wait(queue).unwrap_or_else(PoisonError::into_inner),
-                }
-            };
-            drop(queue);
+    fn serve(&self, own: &mut Own, takes: Takes) {
+        while let Some(job) = self.waiting.next(takes) {
             self.finish(own, job);
         }
     }
@@ -199,7 +177,7 @@ impl Waiting {
                 let written = done(own.lane.write(offset_bytes, &from, Manner::WAITING));
                 let length_bytes = from.len() as u32;
                 from.clear();
-                self.lock().buffers.push(mem::take(&mut from));
+                self.buffers().push(mem::take(&mut from));
                 match written {
                     Ok(()) => reply.written(length_bytes),
                     Err(error) => reply.error(error),
@@ -217,8 +195,8 @@ impl Waiting {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    fn buffers(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

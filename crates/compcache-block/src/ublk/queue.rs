@@ -26,15 +26,17 @@ use io_uring::types::Fd;
 use io_uring::{IoUring, cqueue, opcode};
 use linux_raw_sys::general::POLLIN;
 use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
 use rustix::process::configure_io_flusher_behavior;
 
 use super::REQUEST_BYTES_MAX;
 use super::error::{Step, UblkError};
 use super::memory::{Buffer, Descriptors};
-use super::request::{Asked, Data};
+use super::request::{Asked, Data, failed};
 use super::uapi::{IO_COMMIT_AND_FETCH_REQ, IO_FETCH_REQ, IoCmd};
-use super::waiting::{Job, Waiting};
+use super::waiting::Job;
 use crate::device::{BLOCK_BYTES, BlockDevice, Lane, Outcome};
+use crate::waiting::Waiting;
 
 /// Served bytes after which answers are handed over while there is more to do.
 const ANSWERED_BYTES: usize = 64 << 10;
@@ -84,7 +86,7 @@ pub(super) struct Queue {
     buffer: Buffer,
     lane: Box<dyn Lane>,
     shared: Arc<Shared>,
-    waiting: Arc<Waiting>,
+    waiting: Arc<Waiting<Job>>,
     /// Tags whose commands the driver has not completed for good.
     live: u32,
     /// Bytes served whose answers have not been handed over.
@@ -99,7 +101,7 @@ impl Queue {
     pub fn new(
         device: Arc<dyn BlockDevice>,
         shared: Arc<Shared>,
-        waiting: Arc<Waiting>,
+        waiting: Arc<Waiting<Job>>,
         path: &std::path::Path,
     ) -> Result<Queue, UblkError> {
         // The thread cleans memory: what it allocates in the kernel does not wait for pages to be written out, perhaps
@@ -170,8 +172,12 @@ impl Queue {
         match asked.serve(&mut *self.lane, self.buffer.get(), &self.shared.data(tag), false) {
             Outcome::Done(result) => self.answer(tag, result, asked.data_bytes()),
             Outcome::MustWait => {
-                self.waiting.put(Job { queue: self.shared.clone(), tag, asked });
-                Ok(())
+                let job = Job { queue: self.shared.clone(), tag, asked };
+                match self.waiting.put(job, matches!(asked, Asked::Read { .. })) {
+                    Ok(()) => Ok(()),
+                    // There is a place for each tag, and the waiting threads end last.
+                    Err(_) => self.answer(tag, failed(Errno::IO), 0),
+                }
             }
         }
     }

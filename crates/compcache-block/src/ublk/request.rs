@@ -98,7 +98,7 @@ impl Asked {
     }
 }
 
-fn failed(error: Errno) -> i32 {
+pub(super) fn failed(error: Errno) -> i32 {
     -error.raw_os_error()
 }
 

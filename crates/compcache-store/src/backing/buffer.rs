@@ -62,6 +62,11 @@ impl<T: Zeroable> Table<T> {
         let bytes = count.checked_mul(size_of::<T>()).ok_or(refused)?;
         Ok(Table { buffer: Buffer::new(bytes)?, values: PhantomData, count })
     }
+
+    /// Address and length.
+    pub fn range(&self) -> (usize, usize) {
+        self.buffer.range()
+    }
 }
 
 impl<T: Zeroable> Deref for Table<T> {

@@ -9,18 +9,31 @@ use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl};
 use rustix::io::{Errno, pread, pwrite};
 
 use super::medium::{Medium, MediumError};
+use crate::page::PAGE_SIZE;
+
+/// What so short a direct request to a block device lies in is on the kernel's stack (`DIO_INLINE_BIO_VECS`, Linux
+/// block/fops.c); for a longer one memory is asked for.
+const FRUGAL_BYTES: usize = 4 * PAGE_SIZE;
 
 /// A file, or a block device, that nobody else writes to.
 pub struct FileMedium {
     file: OwnedFd,
     is_direct: bool,
+    /// The most that the kernel is asked for at a time.
+    request_bytes: usize,
 }
 
 impl FileMedium {
     /// Takes a file that is open for reading and writing; what is in it is overwritten.
     pub fn new(file: OwnedFd) -> FileMedium {
         let direct = fcntl_getfl(&file).and_then(|flags| fcntl_setfl(&file, flags | OFlags::DIRECT));
-        FileMedium { file, is_direct: direct.is_ok() }
+        FileMedium { file, is_direct: direct.is_ok(), request_bytes: usize::MAX }
+    }
+
+    /// As [`FileMedium::new`], for a block device that is written while the system has no memory: it is asked for four pages at a
+    /// time, for which the kernel takes none of its own, and nothing is punched.
+    pub fn frugal(device: OwnedFd) -> FileMedium {
+        FileMedium { request_bytes: FRUGAL_BYTES, ..FileMedium::new(device) }
     }
 
     /// Whether the page cache is left out.
@@ -33,7 +46,8 @@ impl Medium for FileMedium {
     fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediumError> {
         let mut done = 0;
         while done < into.len() {
-            match pread(&self.file, &mut into[done..], offset_bytes + done as u64) {
+            let end = into.len().min(done.saturating_add(self.request_bytes));
+            match pread(&self.file, &mut into[done..end], offset_bytes + done as u64) {
                 Ok(0) => return Err(MediumError::Short),
                 Ok(more) => done += more,
                 Err(Errno::INTR) => {}
@@ -46,7 +60,8 @@ impl Medium for FileMedium {
     fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError> {
         let mut done = 0;
         while done < from.len() {
-            match pwrite(&self.file, &from[done..], offset_bytes + done as u64) {
+            let end = from.len().min(done.saturating_add(self.request_bytes));
+            match pwrite(&self.file, &from[done..end], offset_bytes + done as u64) {
                 Ok(0) => return Err(MediumError::NoSpace),
                 Ok(more) => done += more,
                 Err(Errno::INTR) => {}
@@ -57,6 +72,9 @@ impl Medium for FileMedium {
     }
 
     fn punch(&self, offset_bytes: u64, length_bytes: u64) {
+        if self.request_bytes < usize::MAX {
+            return;
+        }
         // A block device that cannot forget, and a file system without holes, keep their room.
         let holes = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let _ = fallocate(&self.file, holes, offset_bytes, length_bytes);
@@ -97,5 +115,18 @@ mod tests {
         let read_only = std::fs::File::open("/proc/self/exe").unwrap();
         let refused = FileMedium::new(read_only.into()).write_at(0, &block);
         assert!(matches!(refused, Err(MediumError::System { .. })), "{refused:?}");
+    }
+
+    #[test]
+    fn a_frugal_one_is_written_and_read_in_pieces_and_keeps_its_room() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let medium = FileMedium::frugal(named.reopen().unwrap().into());
+        let mut block = crate::backing::buffer::Buffer::new(9 * PAGE_SIZE).unwrap();
+        block.chunks_mut(PAGE_SIZE).zip(1..).for_each(|(page, nth)| page.fill(nth));
+        medium.write_at(PAGE_SIZE as u64, &block).unwrap();
+        medium.punch(0, 10 * PAGE_SIZE as u64);
+        block.fill(0);
+        medium.read_at(PAGE_SIZE as u64, &mut block).unwrap();
+        assert!(block.chunks(PAGE_SIZE).zip(1..).all(|(page, nth)| page.iter().all(|byte| *byte == nth)));
     }
 }

@@ -122,6 +122,10 @@ impl Flight {
         Ok(Flight { copies, image, copied: 0, records: 0, end: 0 })
     }
 
+    pub fn memory_ranges(&self) -> [(usize, usize); 2] {
+        [self.copies.range(), self.image.range()]
+    }
+
     fn clear(&mut self) {
         (self.copied, self.records, self.end) = (0, 0, 0);
     }

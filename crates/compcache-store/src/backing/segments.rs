@@ -104,6 +104,11 @@ impl Segments {
         })
     }
 
+    /// Address and length of the table.
+    pub fn memory_range(&self) -> (usize, usize) {
+        self.table.range()
+    }
+
     /// In a copy of the process: what is written from now on goes to a part of the table, of `count` segments each, in which
     /// nothing is alive, if there is one. Its flights are numbered from `flights` on.
     pub fn begin_part(&mut self, count: usize, flights: u64) {

@@ -6,16 +6,20 @@
 //! | a block device       | taken for itself alone (nobody has it mounted); refused if there seems to be something on it |
 //! | anything else        | refused: what is in a file that somebody has is not overwritten                         |
 //!
+//! For swap it must be a block device, and no loop device: a file system asks for memory to write a file, when there is none
+//! (docs/decisions/0026-swap-on-a-backing.md).
+//!
 //! The thread looks fifty times a second whether there is something to do, and goes on until there is not. A disk's writers do
 //! the same where it is too late (`Disk` in compcache-block), so nothing depends on how soon it comes. Ages, which say what was
-//! not used for longest, advance with the work that is done: each time a sixteenth of what is stored was read or written.
+//! not used for longest, advance with the work that is done: each time a sixteenth of what is stored was read or written. While the
+//! machine is short of memory blocks leave whatever the limit ([`super::relief`]).
 //!
 //! What goes wrong with a backing is said once, and once more when it is right again; a failing one is tried each second, and so is one whose
 //! budget for the day is spent.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -26,11 +30,13 @@ use anyhow::{Context, anyhow, bail};
 use compcache_store::{
     Backing, BackingConfig, BackingStats, DailyWrites, FileMedium, Health, Leaving, Pool, Store, Worker,
 };
-use rustix::fs::OFlags;
+use rustix::fs::{OFlags, major};
 
 use crate::control::{BackingChange, BackingState, BackingWanted, DailyState, Reply};
 use crate::kernel::clock_ns;
 use crate::run::say;
+use crate::serve::pressure::Pressure;
+use crate::serve::relief::{Relief, Signs};
 use crate::size::Shown;
 
 /// Between two looks at whether something has to leave.
@@ -52,6 +58,10 @@ const AGE_LEAST_PAGES: u64 = 256;
 /// Where it can be said that blocks leave.
 const ABOVE_PERCENTS: std::ops::RangeInclusive<u8> = 10..=95;
 const NS_PER_S: u64 = 1_000_000_000;
+/// What is written for swap at a time, unless told otherwise: it is locked in memory four times and a half.
+const SWAP_BATCH_BYTES: usize = 256 << 10;
+/// Of loop devices (Linux, admin-guide/devices.txt).
+const LOOP_MAJOR: u32 = 7;
 
 /// A backing, and its thread, which ends when this is dropped.
 pub struct DiskBacking {
@@ -67,18 +77,26 @@ impl DiskBacking {
     ///
     /// # Errors
     /// It cannot be had, or holds something; nothing of it was changed, and no file is left behind.
-    pub fn open(wanted: &BackingWanted, disk_bytes: u64) -> anyhow::Result<DiskBacking> {
+    pub fn open(wanted: &BackingWanted, disk_bytes: u64, for_swap: bool) -> anyhow::Result<DiskBacking> {
         let path = wanted.path.clone();
         let (file, device_bytes) = match fs::metadata(&path) {
-            Ok(there) if there.file_type().is_block_device() => open_device(&path, wanted.overwrite)?,
+            Ok(there) if there.file_type().is_block_device() && !(for_swap && is_loop(&there)) => {
+                open_device(&path, wanted.overwrite)?
+            }
+            _ if for_swap => bail!(
+                "{} cannot be the backing of swap: that takes a disk, a partition or a volume, with nothing on it. To write a file, or a \
+                 loop device over one, its file system needs memory, and swap is written when there is none",
+                path.display()
+            ),
             Ok(there) if there.is_dir() => {
                 bail!("{} is a directory; name a file in it that is not there yet", path.display())
             }
             Ok(_) => bail!("{} is there already; a backing is made anew: name another, or remove it", path.display()),
             Err(_) => (make_file(&path)?, u64::MAX),
         };
-        let config = config(wanted, disk_bytes, device_bytes)?;
-        let medium = FileMedium::new(file.into());
+        let batch_bytes = if for_swap { SWAP_BATCH_BYTES } else { BackingConfig::default().segment_bytes };
+        let config = config(wanted, disk_bytes, device_bytes, batch_bytes)?;
+        let medium = if for_swap { FileMedium::frugal(file.into()) } else { FileMedium::new(file.into()) };
         if !medium.is_direct() {
             say(&format!(
                 "compcache: the file system of {} has no direct input and output; the page cache will hold a part of it, too\n",
@@ -111,6 +129,8 @@ impl DiskBacking {
             stop: self.stop.clone(),
             used_pages: 0,
             health: Health::Good,
+            pressure: Pressure::open()?,
+            relief: Relief::default(),
         };
         let started = thread::Builder::new().name("backing".into()).spawn(move || reclaimer.run());
         self.thread = Some(started.context("cannot start the thread for the backing")?.thread().clone());
@@ -220,6 +240,10 @@ fn make_file(path: &Path) -> anyhow::Result<File> {
     Ok(file)
 }
 
+fn is_loop(device: &Metadata) -> bool {
+    major(device.rdev()) == LOOP_MAJOR
+}
+
 fn open_device(path: &Path, overwrite: bool) -> anyhow::Result<(File, u64)> {
     // With O_EXCL the kernel gives a block device to nobody but us, and not if it is mounted or swapped to.
     let exclusive = OFlags::EXCL.bits() as i32;
@@ -239,12 +263,17 @@ fn open_device(path: &Path, overwrite: bool) -> anyhow::Result<(File, u64)> {
 }
 
 /// How large it may become, and what is written at a time.
-fn config(wanted: &BackingWanted, disk_bytes: u64, device_bytes: u64) -> anyhow::Result<BackingConfig> {
+fn config(
+    wanted: &BackingWanted,
+    disk_bytes: u64,
+    device_bytes: u64,
+    batch_bytes: usize,
+) -> anyhow::Result<BackingConfig> {
     let enough = disk_bytes.saturating_add(disk_bytes / ROOM_SHARE).saturating_add(ROOM_LEAST_BYTES);
     let capacity_bytes = wanted.max_bytes.unwrap_or(enough).min(device_bytes).min(BACKING_BYTES_MAX);
     let batch = wanted.batch_bytes.unwrap_or_else(|| {
         let few = usize::try_from(capacity_bytes / SEGMENTS_LEAST).unwrap_or(usize::MAX);
-        few.clamp(*BackingConfig::SEGMENT_BYTES.start(), BackingConfig::default().segment_bytes) as u64
+        few.clamp(*BackingConfig::SEGMENT_BYTES.start(), batch_bytes) as u64
     });
     let segment_bytes = usize::try_from(batch / 4096 * 4096).unwrap_or(usize::MAX);
     if !BackingConfig::SEGMENT_BYTES.contains(&segment_bytes) {
@@ -286,6 +315,8 @@ struct Reclaimer {
     /// Pages read and written when the age last advanced.
     used_pages: u64,
     health: Health,
+    pressure: Pressure,
+    relief: Relief,
 }
 
 impl Reclaimer {
@@ -301,6 +332,7 @@ impl Reclaimer {
             }
             self.tell();
             if tidied.elapsed() >= BETWEEN_ATTEMPTS {
+                self.relieve();
                 self.backing.tidy();
                 tidied = Instant::now();
             }
@@ -320,6 +352,29 @@ impl Reclaimer {
             }
         }
         any
+    }
+
+    /// Has some leave if the machine is short of memory.
+    fn relieve(&mut self) {
+        let Some(pool) = self.pool.upgrade() else { return };
+        let stats = pool.stats();
+        let wanted_bytes = self.relief.wanted_bytes(&Signs {
+            stalled: self.pressure.stalled(),
+            memory: self.pressure.memory(),
+            came_back: stats.bd_reads,
+            used_bytes: stats.mem_used_total,
+        });
+        let (mut pages, mut left_bytes) = (0, 0);
+        while left_bytes < wanted_bytes && !self.stop.load(Ordering::Acquire) {
+            // What went wrong is in its health.
+            let Ok(done) = self.store.write_back(&mut self.worker, &pool, Leaving::Oldest) else { break };
+            pages += done.pages as u64;
+            left_bytes += done.object_bytes;
+            if done.finished || done.pages == 0 {
+                break;
+            }
+        }
+        self.relief.have_left(pages);
     }
 
     fn advance_age(&mut self) {
@@ -384,25 +439,29 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
+    fn of(wanted: &BackingWanted, disk_bytes: u64, device_bytes: u64) -> anyhow::Result<BackingConfig> {
+        config(wanted, disk_bytes, device_bytes, BackingConfig::default().segment_bytes)
+    }
+
     fn wanted() -> BackingWanted {
         BackingWanted { path: "/x".into(), max_bytes: None, batch_bytes: None, overwrite: false, daily_bytes: None }
     }
 
     #[test]
     fn a_backing_has_room_for_all_of_its_disk_and_batches_that_fit() {
-        let large = config(&wanted(), 1 << 30, u64::MAX).unwrap();
+        let large = of(&wanted(), 1 << 30, u64::MAX).unwrap();
         assert!(large.capacity_bytes > (1 << 30) + (100 << 20) && large.segment_bytes == 1 << 20);
-        let small = config(&wanted(), 8 * MIB, u64::MAX).unwrap();
+        let small = of(&wanted(), 8 * MIB, u64::MAX).unwrap();
         assert!(small.capacity_bytes > 12 * MIB && small.capacity_bytes / small.segment_bytes as u64 >= SEGMENTS_LEAST);
-        assert_eq!(config(&wanted(), 1 << 40, 10 << 30).unwrap().capacity_bytes, 10 << 30, "the device is smaller");
-        assert_eq!(config(&wanted(), 1 << 50, u64::MAX).unwrap().capacity_bytes, BACKING_BYTES_MAX);
+        assert_eq!(of(&wanted(), 1 << 40, 10 << 30).unwrap().capacity_bytes, 10 << 30, "the device is smaller");
+        assert_eq!(of(&wanted(), 1 << 50, u64::MAX).unwrap().capacity_bytes, BACKING_BYTES_MAX);
     }
 
     #[test]
     fn sizes_that_make_no_backing_are_refused() {
         for (max_bytes, batch_bytes) in [(MIB, MIB), (MIB, 1), (1 << 40, 32 * MIB), (0, 64 << 10)] {
             let wanted = BackingWanted { max_bytes: Some(max_bytes), batch_bytes: Some(batch_bytes), ..wanted() };
-            assert!(config(&wanted, 1 << 30, u64::MAX).is_err(), "{max_bytes}, {batch_bytes}");
+            assert!(of(&wanted, 1 << 30, u64::MAX).is_err(), "{max_bytes}, {batch_bytes}");
         }
     }
 
@@ -410,10 +469,10 @@ mod tests {
     fn a_budget_of_less_than_a_batch_is_refused_unless_it_is_nothing() {
         let daily = |daily_bytes| BackingWanted { batch_bytes: Some(MIB), daily_bytes, ..wanted() };
         for (daily_bytes, is_taken) in [(None, true), (Some(0), true), (Some(MIB), true), (Some(MIB - 1), false)] {
-            let config = config(&daily(daily_bytes), 1 << 30, u64::MAX);
+            let config = of(&daily(daily_bytes), 1 << 30, u64::MAX);
             assert_eq!(config.is_ok(), is_taken, "{daily_bytes:?}");
         }
-        let error = config(&daily(Some(1)), 1 << 30, u64::MAX).unwrap_err().to_string();
+        let error = of(&daily(Some(1)), 1 << 30, u64::MAX).unwrap_err().to_string();
         assert!(error.contains("not one batch of 1.0 MiB") && error.contains("0 if"), "{error}");
     }
 

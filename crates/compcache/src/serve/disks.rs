@@ -132,7 +132,8 @@ impl Disks {
         let name = disks.name_for(wanted.name.as_deref())?;
         let limit_bytes = wanted.limit_bytes.unwrap_or(u64::MAX);
         let config = PoolConfig { codec: codec.of_store(), limit_bytes };
-        let mut backing = backing.map(|backing| DiskBacking::open(backing, wanted.size_bytes)).transpose()?;
+        let mut backing =
+            backing.map(|backing| DiskBacking::open(backing, wanted.size_bytes, wanted.for_swap)).transpose()?;
         let pool = match &backing {
             Some(backing) => self.store.create_pool_on(config, backing.backing())?,
             None => self.store.create_pool(config)?,
@@ -142,8 +143,7 @@ impl Disks {
             backing.start(&name, &self.store, disk.pool())?;
         }
         if wanted.for_swap {
-            let pages = wanted.size_bytes / BLOCK_BYTES as u64;
-            self.safety.make_safe(&self.store, disk.pool(), pages, wanted.unprotected)?;
+            self.safety.make_safe(&self.store, &disk, wanted.unprotected)?;
             disk.set_reserve_only();
         }
         let wire = Wire::start(&name, disk.clone(), &wanted.at, &self.directory)?;
@@ -280,9 +280,6 @@ impl Served for Disks {
         let one = |state| Reply::Disk(Box::new(state));
         let reply = match request {
             Request::Create(wanted) => self.create(&wanted, None).context("no disk was made").map(one),
-            Request::CreateOn { disk, .. } if disk.for_swap => {
-                Err(anyhow!("no disk was made: a disk for swap has no backing in this version"))
-            }
             Request::CreateOn { disk, backing } => {
                 self.create(&disk, Some(&backing)).context("no disk was made").map(one)
             }

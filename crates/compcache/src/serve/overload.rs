@@ -16,19 +16,19 @@
 //!
 //! A kernel without PSI is asked on the other two alone, after more windows. Then a window goes by for whoever was chosen to end.
 //!
-//! Files are opened beforehand and read into buffers that are there, since no memory may be asked for when this is needed.
 //! Evidence: `swap::a_hog_..` in crates/compcache/tests/e2e.
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
 use anyhow::Context;
-use compcache_store::Pool;
+use compcache_block::Disk;
 
 use crate::run::say;
+use crate::serve::pressure::Pressure;
 
 const WINDOW: Duration = Duration::from_secs(3);
 /// Of a window, what nobody got anything done in.
@@ -38,25 +38,22 @@ const AVAILABLE_SHARE: u64 = 20;
 /// So many windows in a row, where the kernel does not say how long anybody waited.
 const WINDOWS_WITHOUT_PSI: u32 = 4;
 
-/// More than the kernel prints in the files read here, as far as we need them.
-const TEXT_BYTES: usize = 512;
-
-/// The pools that the machine swaps to.
+/// The disks that the machine swaps to.
 #[derive(Clone, Default)]
-pub struct Pools(Arc<Mutex<Vec<Weak<Pool>>>>);
+pub struct SwapDisks(Arc<Mutex<Vec<Weak<Disk>>>>);
 
-impl Pools {
+impl SwapDisks {
     /// Watches this one, too, until it is dropped.
-    pub fn add(&self, pool: &Arc<Pool>) {
-        let mut pools = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        pools.retain(|pool| pool.strong_count() > 0);
-        pools.push(Arc::downgrade(pool));
+    pub fn add(&self, disk: &Arc<Disk>) {
+        let mut disks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        disks.retain(|disk| disk.strong_count() > 0);
+        disks.push(Arc::downgrade(disk));
     }
 
     /// Pages taken and writes refused so far, by those that are there.
     fn taken_and_refused(&self) -> (u64, u64) {
-        let pools = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let stats = pools.iter().filter_map(Weak::upgrade).map(|pool| pool.stats());
+        let disks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let stats = disks.iter().filter_map(Weak::upgrade).map(|disk| disk.stats());
         stats.fold((0, 0), |sum, stats| (sum.0 + stats.num_writes, sum.1 + stats.failed_writes))
     }
 }
@@ -65,22 +62,24 @@ impl Pools {
 ///
 /// # Errors
 /// The kernel cannot be asked (no `/proc/sysrq-trigger`, as in containers), or no thread can be had.
-pub fn start_watching(pools: Pools, waits_for_memory: impl Fn() -> Duration + Send + 'static) -> anyhow::Result<()> {
+pub fn start_watching(
+    disks: SwapDisks,
+    waits_for_memory: impl Fn() -> Duration + Send + 'static,
+) -> anyhow::Result<()> {
     const TRIGGER: &str = "/proc/sysrq-trigger";
     let trigger = OpenOptions::new().write(true).open(TRIGGER).with_context(|| format!("cannot open {TRIGGER}"))?;
-    let meminfo = File::open("/proc/meminfo").context("cannot open /proc/meminfo")?;
-    let pressure = File::open("/proc/pressure/memory").ok();
+    let pressure = Pressure::open()?;
     let watch = move || {
         let mut watch = Watch::default();
         loop {
             thread::sleep(WINDOW);
-            let (taken, refused) = pools.taken_and_refused();
+            let (taken, refused) = disks.taken_and_refused();
             let signs = Signs {
                 taken,
                 refused,
                 is_starved: waits_for_memory() >= WINDOW,
-                is_short: read(&meminfo, is_short).unwrap_or(false),
-                stalled: pressure.as_ref().and_then(|file| read(file, stalled)),
+                is_short: pressure.memory().is_some_and(|memory| memory.is_below(AVAILABLE_SHARE)),
+                stalled: pressure.stalled().map(|stalled| stalled.full),
             };
             if watch.is_overload(&signs) && trigger.write_all_at(b"f", 0).is_ok() {
                 say(
@@ -134,28 +133,6 @@ impl Watch {
     }
 }
 
-fn read<T>(file: &File, parse: impl FnOnce(&str) -> Option<T>) -> Option<T> {
-    let mut buffer = [0; TEXT_BYTES];
-    let length = file.read_at(&mut buffer, 0).ok()?;
-    parse(str::from_utf8(&buffer[..length]).ok()?)
-}
-
-/// The first lines of `/proc/meminfo`.
-fn is_short(meminfo: &str) -> Option<bool> {
-    let kib = |name: &str| {
-        let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        line.split_ascii_whitespace().next()?.parse::<u64>().ok()
-    };
-    Some(kib("MemAvailable")? < kib("MemTotal")? / AVAILABLE_SHARE)
-}
-
-/// The total of the line `full` of `/proc/pressure/memory`.
-fn stalled(pressure: &str) -> Option<Duration> {
-    let line = pressure.lines().find_map(|line| line.strip_prefix("full "))?;
-    let total = line.split_ascii_whitespace().find_map(|word| word.strip_prefix("total="))?;
-    total.parse().ok().map(Duration::from_micros)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -170,21 +147,6 @@ mod tests {
             is_short,
             stalled: stalled.map(|seconds| seconds * SECOND),
         }
-    }
-
-    #[test]
-    fn the_kernels_files_are_understood() {
-        let meminfo = |available: u64| format!("MemTotal:  500000 kB\nMemFree:  9 kB\nMemAvailable:  {available} kB\n");
-        assert_eq!(is_short(&meminfo(24_999)), Some(true));
-        assert_eq!(is_short(&meminfo(25_000)), Some(false));
-        assert_eq!(is_short("MemTotal: 5 kB\n"), None);
-        let pressure =
-            "some avg10=0.00 avg60=0.00 avg300=0.00 total=9\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=2000000\n";
-        assert_eq!(stalled(pressure), Some(2 * SECOND));
-        assert_eq!(stalled("some avg10=0.00 total=9\n"), None);
-        let meminfo = File::open("/proc/meminfo").unwrap();
-        assert!(read(&meminfo, is_short).is_some());
-        assert!(read(&meminfo, is_short).is_some(), "it is read anew each time");
     }
 
     #[test]

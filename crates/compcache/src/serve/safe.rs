@@ -13,7 +13,8 @@
 //! | nobody has memory for the next request, the kernel neither | a ballast is thrown off                         | the first swap disk |
 //! | the kernel keeps what is free from the next request, too | no boost of its watermarks ([`super::boost`])     | the first swap disk |
 //! | a table of the pool must grow                        | the tables of the whole disk are there              | each swap disk  |
-//! | swap is full while memory is not                     | the store may take more of it                       | the first swap disk |
+//! | swap is full while memory is not                     | the store may take more of it                       | the first swap disk without a backing |
+//! | a backing is written when there is no memory         | what it writes from is there; a bare device, asked in pieces for which the kernel needs none | each swap disk with one |
 //! | more is in use than fits, and the kernel goes on trying | its OOM killer is asked for ([`super::overload`])  | the first swap disk |
 //!
 //! Threads inherit the first two, so they are done before there are any. All of it needs root; without, disks are served
@@ -32,7 +33,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use compcache_block::fuse_loop::own_mounts;
-use compcache_store::{PAGE_SIZE, Pool, Store};
+use compcache_block::{BlockDevice, Disk};
+use compcache_store::{PAGE_SIZE, Store};
 use rustix::mm::{Advice, MapFlags, MlockAllFlags, ProtFlags, madvise, mlockall, mmap_anonymous};
 use rustix::process::configure_io_flusher_behavior;
 
@@ -40,7 +42,7 @@ use crate::cgroup;
 use crate::kernel::{clock_ns, ram_bytes};
 use crate::run::say;
 use crate::serve::boost::NoBoost;
-use crate::serve::overload::{self, Pools};
+use crate::serve::overload::{self, SwapDisks};
 use crate::size::Shown;
 
 /// The reserve is so large a share of the RAM, within bounds: what a machine swaps out while the reserve's thread sleeps,
@@ -77,7 +79,7 @@ pub struct Safety {
     /// What the store may take from then on.
     limit_bytes: u64,
     state: Mutex<State>,
-    pools: Pools,
+    disks: SwapDisks,
 }
 
 #[derive(Default)]
@@ -98,15 +100,15 @@ impl Safety {
         if let Err(error) = own_mounts() {
             lacks.push(format!("it cannot have a mount namespace of its own (CAP_SYS_ADMIN): {error}"));
         }
-        Safety { lacks, limit_bytes, state: Mutex::default(), pools: Pools::default() }
+        Safety { lacks, limit_bytes, state: Mutex::default(), disks: SwapDisks::default() }
     }
 
-    /// Makes the process, the store and `pool`, which will have `pages` pages, fit for swap. What was done for one disk holds
-    /// for all later ones. With `unprotected`, what takes CAP_SYS_RESOURCE may be lacking.
+    /// Makes the process, the store and `disk` fit for swap. What was done for one disk holds for all later ones. With
+    /// `unprotected`, what takes CAP_SYS_RESOURCE may be lacking.
     ///
     /// # Errors
     /// It cannot be done; the server may be locked in memory nevertheless.
-    pub fn make_safe(&self, store: &Arc<Store>, pool: &Arc<Pool>, pages: u64, unprotected: bool) -> anyhow::Result<()> {
+    pub fn make_safe(&self, store: &Arc<Store>, disk: &Arc<Disk>, unprotected: bool) -> anyhow::Result<()> {
         let mut lacks = self.lacks.clone();
         // Harmless where it turns out to be in vain.
         if let Err(error) = fs::write("/proc/self/oom_score_adj", OOM_NEVER) {
@@ -131,7 +133,7 @@ impl Safety {
             start_refilling(store.clone(), ballast.clone())?;
             start_watching(ballast.clone())?;
             // In a container only its memory cgroup will be short, and the kernel acts there by itself.
-            if let Err(error) = overload::start_watching(self.pools.clone(), move || ballast.asked_for()) {
+            if let Err(error) = overload::start_watching(self.disks.clone(), move || ballast.asked_for()) {
                 say(&format!(
                     "compcache: a machine with more in use than fits will not be helped by the OOM killer soon: {error:#}\n"
                 ));
@@ -139,11 +141,14 @@ impl Safety {
             state.boost = NoBoost::take();
             state.locked = true;
         }
-        self.pools.add(pool);
+        self.disks.add(disk);
         let limit_before = store.limit_bytes();
-        store.set_limit_bytes(self.limit_bytes);
+        // Where pages can leave, memory is better left to the programs.
+        if disk.pool().backing().is_none() {
+            store.set_limit_bytes(self.limit_bytes);
+        }
         store.set_reserve_bytes((here / RESERVE_SHARE).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end));
-        let prepared = prepare(store, pool, pages);
+        let prepared = prepare(store, disk);
         if prepared.is_err() && !state.serving {
             // What was prepared in vain goes back, by the thread that got it.
             store.set_reserve_bytes(0);
@@ -167,14 +172,19 @@ impl Safety {
 }
 
 /// What a disk needs to be there.
-fn prepare(store: &Store, pool: &Pool, pages: u64) -> anyhow::Result<()> {
+fn prepare(store: &Store, disk: &Disk) -> anyhow::Result<()> {
+    let pages = disk.size_bytes() / PAGE_SIZE as u64;
     let tables = || {
         format!(
             "there is no memory for the tables of the disk, {}; a smaller --size needs less",
             Shown(pages * TABLE_BYTES)
         )
     };
-    pool.prepare(pages).with_context(tables)?;
+    disk.pool().prepare(pages).with_context(tables)?;
+    for (start, bytes) in disk.pool().backing().into_iter().flat_map(|backing| backing.memory_ranges()) {
+        // SAFETY: populating changes no content, whatever is there. Kernels before 5.14 refuse: then it comes as it is touched.
+        let _ = unsafe { madvise(start as *mut c_void, bytes, Advice::LinuxPopulateWrite) };
+    }
     while store.refill().context("there is no memory for the reserve that swap needs")? {}
     Ok(())
 }

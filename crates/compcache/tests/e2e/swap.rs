@@ -1,6 +1,7 @@
 //! Whole machines that swap to a disk of ours, on a distribution's kernel in an emulated machine of 512 MiB ([S54] and on): a disk
 //! of their own here, over the network in [`remote`].
 
+mod backing;
 mod machine;
 mod remote;
 

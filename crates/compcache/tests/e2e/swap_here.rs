@@ -203,6 +203,11 @@ fn swap_that_cannot_be_made_leaves_nothing_behind() {
     // Its tables alone would take more than the server may.
     server.refuses(&on(&["--size", "90G"]), &["swap stays as it was", "no memory for the tables", "limit"]);
     server.refuses(&on(&["--priority", "40000"]), &["--priority"]);
+    for backing in ["/dev/null", "/no/such/device", "/tmp"] {
+        let said = ["swap stays as it was", "cannot be the backing of swap", "a disk, a partition or a volume"];
+        server.refuses(&on(&["--size", "64M", "--backing", backing]), &said);
+    }
+    server.refuses(&on(&["--size", "64M", "--backing-batch", "1M"]), &["--backing"]);
     assert_eq!(server.ok(&["disk", "list", "--json"]).trim(), "[]");
     let small = Server::start(&["--memory", "4M"]);
     small.refuses(&on(&["--size", "64M"]), &["no memory for the reserve", "limit"]);
