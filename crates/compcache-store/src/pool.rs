@@ -38,7 +38,7 @@ pub use write::Written;
 pub(crate) use write::form;
 
 use crate::arena::Arena;
-use crate::backing::{Backing, record::record_bytes};
+use crate::backing::{Backing, Health, record::record_bytes};
 use crate::codec::Codec;
 use crate::config::PoolConfig;
 use crate::error::StoreError;
@@ -66,7 +66,7 @@ pub(crate) struct PoolCore {
     codec: AtomicU32,
     limit: write::PoolLimit,
     disk_bytes: AtomicU64,
-    backing: Option<Arc<Backing>>,
+    pub backing: Option<Arc<Backing>>,
     /// Pages were taken one by one, so that there may be leaves to free.
     emptied: AtomicBool,
 }
@@ -96,6 +96,11 @@ impl PoolCore {
     /// Whether its pages can go to `backing`.
     pub fn is_on(&self, backing: &Backing) -> bool {
         self.backing.as_ref().is_some_and(|mine| core::ptr::eq(&**mine, backing))
+    }
+
+    /// Whether its pages can leave memory, as far as is known.
+    pub fn can_leave(&self) -> bool {
+        self.backing.as_ref().is_some_and(|backing| backing.health() == Health::Good)
     }
 
     /// Whether it uses more than so many hundredths of its own limit.

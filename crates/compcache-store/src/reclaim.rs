@@ -66,7 +66,7 @@ impl Store {
     }
 
     /// Writes one segment of pages to `backing`, raw ones first, then those not used for longest, if the store, or a pool on that
-    /// backing, uses more than 75 % of its limit; and compacts, now and then. May wait for the medium, and holds nobody up.
+    /// backing, uses more than 75 % of its limit; of the store's, those that no other backing has older ones to take for. And compacts, now and then. May wait for the medium, and holds nobody up.
     ///
     /// Call it again and again until it has finished, whenever [`Store::wants_reclaim`], and again a little later if the
     /// backing is not in good health ([`Backing::health`]).
@@ -78,9 +78,11 @@ impl Store {
         if !self.is_above(backing, until_percent) {
             return Ok(Reclaimed { finished: true, ..Reclaimed::default() });
         }
-        let whole_store = self.budget.is_above(until_percent);
-        let wants = |pool: &PoolCore| whole_store || pool.is_above(until_percent);
-        let done = self.one_flight(worker, backing, &Wanted { wants: &wants, leaving: Leaving::Oldest })?;
+        // A pool above its own limit has its own oldest leave, however old others are.
+        let is_own = self.is_any_above(backing, until_percent);
+        let wants = |pool: &PoolCore| !is_own || pool.is_above(until_percent);
+        let wanted = Wanted { wants: &wants, leaving: Leaving::Oldest, oldest_of_all: !is_own };
+        let done = self.one_flight(worker, backing, &wanted)?;
         Ok(Reclaimed { finished: done.finished || !self.is_above(backing, until_percent), ..done })
     }
 
@@ -95,7 +97,33 @@ impl Store {
         };
         let serial = pool.core().serial();
         let wants = |pool: &PoolCore| pool.serial() == serial;
-        self.one_flight(worker, backing, &Wanted { wants: &wants, leaving })
+        self.one_flight(worker, backing, &Wanted { wants: &wants, leaving, oldest_of_all: false })
+    }
+
+    /// As [`Store::reclaim`], for the first backing that anything leaves for.
+    ///
+    /// # Errors
+    /// What the last medium said that was asked, if nothing has left.
+    pub fn reclaim_any(&self, worker: &mut Worker) -> Result<Reclaimed, MediumError> {
+        let mut last = Ok(Reclaimed { finished: true, ..Reclaimed::default() });
+        for nth in 0.. {
+            let backing = match self.registry.lock().pools().get(nth) {
+                None => break,
+                Some(pool) if pool.can_leave() => pool.backing.clone(),
+                Some(_) => None,
+            };
+            let Some(backing) = backing else { continue };
+            last = self.reclaim(worker, &backing);
+            if last.is_ok_and(|done| done.is_busy || done.pages > 0 || done.freed_bytes > 0) {
+                break;
+            }
+        }
+        last
+    }
+
+    /// Whether any pool's pages can leave memory, as far as is known.
+    pub fn can_reclaim(&self) -> bool {
+        self.registry.lock().pools().iter().any(|pool| pool.can_leave())
     }
 
     fn one_flight(
@@ -121,8 +149,11 @@ impl Store {
     }
 
     fn is_above(&self, backing: &Backing, percent: u64) -> bool {
-        self.budget.is_above(percent)
-            || self.registry.lock().pools().iter().any(|pool| pool.is_on(backing) && pool.is_above(percent))
+        self.budget.is_above(percent) || self.is_any_above(backing, percent)
+    }
+
+    fn is_any_above(&self, backing: &Backing, percent: u64) -> bool {
+        self.registry.lock().pools().iter().any(|pool| pool.is_on(backing) && pool.is_above(percent))
     }
 
     /// Notes that objects of so many bytes were freed, and compacts if that is a large share of what is used; or, after the last of

@@ -269,6 +269,48 @@ fn pages_of_one_pool_leave_whatever_the_limit_when_they_are_to() {
 }
 
 #[test]
+fn the_coldest_pages_leave_first_whichever_pool_they_are_in() {
+    let memory = Memory::new(1, Faults::NONE);
+    let mut cold = place(memory.medium(), config(400));
+    let backing = Backing::new(Memory::new(2, Faults::NONE).medium(), config(400)).unwrap();
+    let pool = cold.store.create_pool_on(PoolConfig::default(), &backing).unwrap();
+    let (store, worker) = (cold.store.clone(), Worker::new(&cold.store, || 0).unwrap());
+    let mut warm = Place { store, backing, pool, worker, fetcher: Fetcher::new().unwrap() };
+    (0..1000).for_each(|index| cold.write(index, &heap(index, 1)));
+    store_ages(&cold.store, 5);
+    (0..1000).for_each(|index| warm.write(index, &heap(index, 2)));
+    // Who asks is the warm one; what leaves is cold, until hardly any is there.
+    let limit_bytes = warm.store.mem_used_total_bytes() * 7 / 10;
+    warm.store.set_limit_bytes(limit_bytes);
+    assert_eq!(warm.store.reclaim(&mut warm.worker, &warm.backing).unwrap().pages, 0);
+    while warm.store.reclaim_any(&mut warm.worker).unwrap().pages > 0 {}
+    let (left, stayed) = (cold.pool.stats().bd_count, warm.pool.stats().bd_count);
+    assert!((700..=1000).contains(&left), "{left} cold pages have left");
+    assert_eq!(stayed, 0, "of the warm ones");
+    // A pool above its own limit has its own leave, warm or not.
+    warm.store.set_limit_bytes(u64::MAX);
+    warm.pool.set_limit_bytes(warm.pool.stats().mem_used_total);
+    while warm.store.reclaim(&mut warm.worker, &warm.backing).unwrap().pages > 0 {}
+    assert!(warm.pool.stats().bd_count > 100);
+    // What a backing that fails could take does not count: then the warm ones leave.
+    warm.pool.set_limit_bytes(u64::MAX);
+    (0..1000).for_each(|index| cold.write(index, &heap(index, 3)));
+    store_ages(&cold.store, 5);
+    (0..1000).for_each(|index| warm.write(index, &heap(index, 4)));
+    memory.set_faults(Faults { failed_writes: 1, ..Faults::NONE });
+    warm.store.set_limit_bytes(limit_bytes);
+    while warm.store.reclaim_any(&mut warm.worker).unwrap().pages > 0 {}
+    warm.store.set_limit_bytes(u64::MAX);
+    assert_eq!((cold.pool.stats().bd_count, warm.pool.stats().bd_count > 400), (0, true));
+    (0..1000).for_each(|index| assert!(cold.fetch(index).unwrap() == heap(index, 3)));
+    (0..1000).for_each(|index| assert!(warm.fetch(index).unwrap() == heap(index, 4)));
+}
+
+fn store_ages(store: &Store, count: u32) {
+    (0..count).for_each(|_| _ = store.advance_age());
+}
+
+#[test]
 fn where_reclaim_begins_can_be_changed_and_it_ends_ten_below() {
     let mut at = place(Memory::new(1, Faults::NONE).medium(), config(64));
     (0..400).for_each(|index| at.write(index, &noise(index, 0)));

@@ -75,7 +75,7 @@ impl Disk {
                     }
                     return Ok(Outcome::Done(()));
                 }
-                Err(RunFailed { done: more, error }) if self.can_leave() && is_short_of_memory(&error) => {
+                Err(RunFailed { done: more, error }) if self.can_make_room(&error) => {
                     self.not_told.fetch_add(1, Relaxed);
                     if !manner.may_wait {
                         return Ok(Outcome::MustWait);
@@ -108,16 +108,24 @@ impl Disk {
 }
 
 impl Disk {
-    /// Whether blocks can leave memory, as far as is known.
-    fn can_leave(&self) -> bool {
-        self.pool.backing().is_some_and(|backing| backing.health() == Health::Good)
+    /// Whether a write that failed so would succeed once blocks have left memory, and some can, as far as is known.
+    fn can_make_room(&self, failed: &StoreError) -> bool {
+        let own = || self.pool.backing().is_some_and(|backing| backing.health() == Health::Good);
+        match failed {
+            // Where it is the store that is full, others' blocks do as well.
+            StoreError::LimitReached { limit_bytes, .. } => {
+                own() || *limit_bytes == self.pool.store().limit_bytes() && self.pool.store().can_reclaim()
+            }
+            StoreError::MemoryRefused { .. } => own(),
+            _ => false,
+        }
     }
 
     /// Has some blocks leave memory, this disk's or others', or waits for another thread that does. `false`: none can.
-    fn make_room(&self, worker: &mut Worker, wanting: &StoreError) -> bool {
-        let (store, Some(backing)) = (self.pool.store(), self.pool.backing()) else { return false };
-        let done = match wanting {
-            StoreError::LimitReached { .. } => store.reclaim(worker, backing),
+    fn make_room(&self, worker: &mut Worker, failed: &StoreError) -> bool {
+        let store = self.pool.store();
+        let done = match failed {
+            StoreError::LimitReached { .. } => store.reclaim_any(worker),
             // The reserve is used up, however far the limit is.
             _ => store.write_back(worker, &self.pool, Leaving::Oldest),
         };
@@ -232,11 +240,6 @@ impl DiskLane {
             Ok(Outcome::Done(()))
         })
     }
-}
-
-/// Whether a write that failed so succeeds once other blocks have left memory.
-fn is_short_of_memory(error: &StoreError) -> bool {
-    matches!(error, StoreError::LimitReached { .. } | StoreError::MemoryRefused { .. })
 }
 
 /// Reads a block that is, or was just now, on the backing, and waits for it.

@@ -278,6 +278,26 @@ fn who_waits_for_the_reserve_is_one_that_may_wait() {
 }
 
 #[test]
+fn a_disk_without_a_backing_has_others_blocks_leave_at_the_limit_of_all() {
+    let other = disk_on_backing(8 << 20, 64 << 20);
+    let store = other.pool().store().clone();
+    let own = Arc::new(Disk::new(store.create_pool(PoolConfig::default()).unwrap(), 64 << 20).unwrap());
+    let (mut lane, mut own_lane) = (other.clone().lane().unwrap(), own.clone().lane().unwrap());
+    let data = noise(5 << 20, 1);
+    assert_eq!(lane.write(0, &data, WAITING), DONE);
+    assert_eq!(own_lane.write(0, &data, WAITING), DONE);
+    assert!(other.stats().bd_count > 500 && own.stats().failed_writes == 0, "{:?}", own.stats());
+    for lane in [&mut lane, &mut own_lane] {
+        let mut back = vec![0; data.len()];
+        assert_eq!(lane.read(0, &mut back, WAITING), DONE);
+        assert!(back == data);
+    }
+    // Its own limit is its own.
+    own.pool().set_limit_bytes(5 << 20);
+    assert_eq!(own_lane.write(32 << 20, &data, WAITING).unwrap_err().errno(), 28);
+}
+
+#[test]
 fn where_the_reserve_is_used_up_blocks_leave_for_the_backing() {
     let disk = disk_on_backing(u64::MAX, 64 << 20);
     let store = disk.pool().store().clone();

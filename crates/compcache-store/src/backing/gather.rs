@@ -2,7 +2,8 @@
 //!
 //! A raw page takes three times the memory of another and gains nothing by being here, so raw ones go first, whatever their
 //! age. After them go pages by the age in their slots: the distances from now are counted into a histogram, and the oldest
-//! that make up an eighth of what is stored (two segments at least) go in the next pass. So a pass costs two looks at four bytes a
+//! that make up an eighth of what is stored (two segments at least) go in the next pass. Where it is the store that is to be relieved, all its
+//! pools that have a backing are counted: the coldest pages go first, whichever pool they are in, and a backing whose pools are all warm waits. So a pass costs two looks at four bytes a
 //! page for an eighth of the memory: at a million pages, 2 ms beside some 130 flights.
 //!
 //! Pages in groups ([`crate::groups`]) are among those, and are what is old. They leave one by one; a group's memory is free when the
@@ -41,6 +42,8 @@ enum Taken {
 pub(crate) struct Wanted<'w> {
     pub wants: &'w dyn Fn(&PoolCore) -> bool,
     pub leaving: Leaving,
+    /// What is old is told by all pools of the store that have somewhere to go, and not by those alone that go here.
+    pub oldest_of_all: bool,
 }
 
 /// A pass over the pools, and how far it has come.
@@ -170,6 +173,7 @@ impl Backing {
     /// Fills the flight with copies of what should leave, as far as there is anything.
     pub(super) fn gather(&self, store: &Store, worker: &mut Worker, flight: &mut Flight, wanted: &Wanted<'_>) {
         let wants = |pool: &PoolCore| pool.is_on(self) && (wanted.wants)(pool);
+        let counts = |pool: &PoolCore| if wanted.oldest_of_all { pool.can_leave() } else { wants(pool) };
         let mut plan = self.plan.lock();
         let registry = store.registry.lock();
         if wanted.leaving == Leaving::Incompressible {
@@ -190,7 +194,7 @@ impl Backing {
                 return;
             }
             let taken = match plan.taken {
-                Taken::Raw => Taken::Aged { least: self.least_age(store, &registry, &wants) },
+                Taken::Raw => Taken::Aged { least: self.least_age(store, &registry, &counts) },
                 Taken::Aged { .. } => Taken::Raw,
             };
             *plan = Plan { taken, ..Plan::new() };
@@ -202,10 +206,10 @@ impl Backing {
         *self.plan.lock() = Plan::new();
     }
 
-    /// How old the pages are that the next pass by age takes.
-    fn least_age(&self, store: &Store, registry: &Registry, wants: &dyn Fn(&PoolCore) -> bool) -> u8 {
+    /// How old the pages are that the next pass by age takes, of the pools that count.
+    fn least_age(&self, store: &Store, registry: &Registry, counts: &dyn Fn(&PoolCore) -> bool) -> u8 {
         let (mut bytes, now) = ([0u64; 256], store.age());
-        for pool in registry.pools().iter().filter(|pool| wants(pool)) {
+        for pool in registry.pools().iter().filter(|pool| counts(pool)) {
             let mut next = PageIndex(0);
             while let Some(first) = pool.tree.next_leaf(&store.tables, next, PageIndex(PageIndex::LIMIT)) {
                 next = first.plus(FANOUT as u64);
