@@ -313,9 +313,11 @@ fn where_the_reserve_is_used_up_blocks_leave_for_the_backing() {
     }
     assert!(store.mem_used_total_bytes() <= reserved_bytes, "memory was asked for");
     assert_eq!(disk.stats().failed_writes, 0);
+    let out = disk.stats().bd_count;
     let mut back = vec![0; data.len()];
     assert_eq!(lane.read(0, &mut back, WAITING), DONE);
     assert!(back == data);
+    assert_eq!(disk.stats().bd_count, out, "what was read took of the reserve");
 }
 
 #[test]

@@ -13,7 +13,7 @@
 //! Where memory is to spare (below what reclaim goes down to) the object comes back into memory as it is, without being
 //! compressed again, and the record is dead: whoever reads a page from a disk without a cache above reads it
 //! often. Where it is not, the page stays where it is, since it would push out another that has then to be written: a
-//! read would become a write.
+//! read would become a write. Nor does it come back where pages are stored in a reserve alone: who swapped it in has it in memory.
 
 use core::sync::atomic::Ordering::Relaxed;
 
@@ -181,7 +181,7 @@ impl Pool {
     fn keep_in_memory(&self, worker: &mut Worker, mut guard: SlotGuard<'_>, object: &[u8]) {
         guard.touch(self.store.age());
         let Slot::OnBacking(sealed) = guard.get() else { return };
-        if !self.has_memory_to_spare() {
+        if worker.credit.reserve_only || !self.has_memory_to_spare() {
             return;
         }
         let budget = &self.store.budget;

@@ -13,6 +13,8 @@ fn carries_more_than_fits(transport: &str, processors: u32) {
     let memory_mib = at_length(512, 256);
     let [tested, noise, real, random] =
         [(160, 24), (1000, 130), (1100, 20), (300, 16)].map(|(long, short)| at_length(long, short));
+    // So much that a part is swapped out, and less than there is of memory: what cannot be written any more stays.
+    let killed = at_length(360, 130);
     let (seconds, passes) = (at_length(300, 3), at_length(1, 0));
     let on = format!("/compcache swap on --size 4G --transport {transport} --backing /dev/vda");
     let script = format!(
@@ -32,7 +34,7 @@ wait $noise; status noise $?
 wait $real; status real $?
 wait $random; status random $?
 /compcache show $disk
-(work /scan {noise} 1000 --content /noise) >/dev/null & victim=$!
+(work /scan {killed} 1000 --content /noise) >/dev/null & victim=$!
 swapped_out {victim_kib}
 kill -9 $server; wait $server
 wait $victim; status victim $?
@@ -41,12 +43,12 @@ swapoff $device; status gone $?
 while ! /compcache list >/dev/null 2>&1; do sleep 0.1; done
 {on} 2>>/run/refused; status left $?
 {on} --backing-overwrite >/run/on; status again-on $?; read disk device </run/on
-(work /scan {noise} 0 --content /noise); status again $?
+(work /scan {killed} 0 --content /noise); status again $?
 /compcache swap off; status off $?
 kill $server; wait $server; status end $?
 cat /run/refused
 "#,
-        victim_kib = noise * 512,
+        victim_kib = killed * 256,
     );
     let mut vm = machine(processors, memory_mib);
     vm.disk(u64::from(memory_mib) * 6).expect("virtio_blk");
