@@ -1,11 +1,14 @@
-//! The queue of requests that a device let wait: reads first, and one thread that is there for them alone.
+//! The queue of requests that a device let wait: reads first, mostly, and one thread that is there for them alone.
 //!
 //! A write may have to wait until others have left memory; a read never waits for more than its own block. Whoever waits for a
 //! read is stopped, and who writes seldom is; and where it is swap that is written, what is read may be needed for the
-//! writing to go on.
+//! writing to go on. But who flushes waits, too: after some reads it is another's turn.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// So many reads go before a request of another kind that is there.
+const READS_FIRST: u32 = 4;
 
 /// What a thread takes of the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +27,25 @@ impl Takes {
 struct Jobs<J> {
     reads: VecDeque<J>,
     others: VecDeque<J>,
+    /// Reads that were taken while others were there, by threads that take all.
+    before_others: u32,
     closed: bool,
+}
+
+impl<J> Jobs<J> {
+    fn pop(&mut self, takes: Takes) -> Option<J> {
+        if takes == Takes::Reads {
+            return self.reads.pop_front();
+        }
+        if self.others.is_empty() || self.before_others < READS_FIRST {
+            self.before_others += u32::from(!self.others.is_empty());
+            if let Some(read) = self.reads.pop_front() {
+                return Some(read);
+            }
+        }
+        self.before_others = 0;
+        self.others.pop_front()
+    }
 }
 
 /// The queue; its mutex is held for moments, and never while a device is asked.
@@ -38,7 +59,7 @@ impl<J> Waiting<J> {
     /// With room for `places` requests, which is taken now.
     pub fn new(places: usize) -> Waiting<J> {
         let empty = || VecDeque::with_capacity(places);
-        let jobs = Jobs { reads: empty(), others: empty(), closed: false };
+        let jobs = Jobs { reads: empty(), others: empty(), before_others: 0, closed: false };
         Waiting { jobs: Mutex::new(jobs), arrived: Condvar::new(), places }
     }
 
@@ -67,8 +88,7 @@ impl<J> Waiting<J> {
     pub fn next(&self, takes: Takes) -> Option<J> {
         let mut jobs = self.lock();
         loop {
-            let next = jobs.reads.pop_front();
-            let next = next.or_else(|| if takes == Takes::All { jobs.others.pop_front() } else { None });
+            let next = jobs.pop(takes);
             if next.is_some() || jobs.closed {
                 return next;
             }
@@ -89,6 +109,10 @@ impl<J> Waiting<J> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Arc, mpsc};
+    use std::thread;
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
@@ -124,15 +148,26 @@ mod tests {
     }
 
     #[test]
+    fn reads_that_never_end_do_not_keep_the_others_waiting() {
+        let waiting = Waiting::new(64);
+        waiting.put(0, false).unwrap();
+        (1..=20).for_each(|read| waiting.put(read, true).unwrap());
+        let taken: Vec<_> = (0..6).map(|_| waiting.next(Takes::All).unwrap()).collect();
+        assert_eq!(taken, [1, 2, 3, 4, 0, 5]);
+    }
+
+    #[test]
     fn a_write_wakes_a_thread_that_takes_it() {
-        let waiting = Waiting::new(8);
-        std::thread::scope(|scope| {
-            let reader = scope.spawn(|| waiting.next(Takes::Reads));
-            let writer = scope.spawn(|| waiting.next(Takes::All));
-            waiting.put("write", false).unwrap();
-            assert_eq!(writer.join().unwrap(), Some("write"));
-            waiting.put("read", true).unwrap();
-            assert_eq!(reader.join().unwrap(), Some("read"));
-        });
+        let (waiting, (taken, each)) = (Arc::new(Waiting::new(8)), mpsc::channel());
+        // The reader waits first, so that it is the first to be woken.
+        for takes in [Takes::Reads, Takes::All] {
+            let (waiting, taken) = (waiting.clone(), taken.clone());
+            thread::spawn(move || taken.send((takes, waiting.next(takes))));
+            thread::sleep(Duration::from_millis(50));
+        }
+        for (job, is_read, takes) in [("write", false, Takes::All), ("read", true, Takes::Reads)] {
+            waiting.put(job, is_read).unwrap();
+            assert_eq!(each.recv_timeout(Duration::from_secs(20)), Ok((takes, Some(job))));
+        }
     }
 }

@@ -83,7 +83,8 @@ const ABOVE_PERCENTS: core::ops::RangeInclusive<u8> = GAP_PERCENT..=95;
 pub struct BackingConfig {
     /// The most room it takes on its medium, in bytes; at most 512 GiB. Rounded down to whole segments, of which there must be four.
     pub capacity_bytes: u64,
-    /// What is written at a time, in bytes: a multiple of 4096 from 64 KiB to 16 MiB. Twice as much memory is taken.
+    /// What is written at a time, in bytes: a multiple of 4096 from 64 KiB to 16 MiB. A flight takes three times
+    /// as much memory at most, and there are two.
     pub segment_bytes: usize,
 }
 
@@ -231,6 +232,21 @@ impl Backing {
         let [[copies, image], [other_copies, other_image]] =
             self.flights.each_ref().map(|flight| flight.lock().memory_ranges());
         [copies, image, other_copies, other_image, self.segments.lock().memory_range()]
+    }
+
+    /// Makes the first `bytes` of the medium zeroes, once what is being written has arrived: for the end. What was there can be read no more.
+    ///
+    /// # Errors
+    /// What the medium said.
+    pub fn erase_start(&self, bytes: usize) -> Result<(), MediumError> {
+        let [mut flight, _other] = self.flights.each_ref().map(Mutex::lock);
+        let bytes = bytes.min(self.part_segments * self.segment_bytes);
+        flight.image.fill(0);
+        for from in (0..bytes).step_by(self.segment_bytes) {
+            let length = self.segment_bytes.min(bytes - from).next_multiple_of(PAGE_SIZE);
+            self.medium.write_at(from as u64, &flight.image[..length])?;
+        }
+        Ok(())
     }
 
     /// Whether pages can go there, as far as is known.
@@ -390,7 +406,10 @@ impl Fetcher {
     /// # Errors
     /// [`StoreError::MemoryRefused`].
     pub fn new() -> Result<Fetcher, StoreError> {
-        Ok(Fetcher { buffer: Buffer::new(READ_BYTES_MAX)?, holds: None })
+        let mut buffer = Buffer::new(READ_BYTES_MAX)?;
+        // It shall be there: who reads may be one that memory waits for.
+        buffer.fill(0);
+        Ok(Fetcher { buffer, holds: None })
     }
 
     /// Whether it holds this, read and not opened yet.

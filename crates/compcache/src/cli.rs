@@ -181,8 +181,8 @@ pub struct BackingArgs {
     #[arg(long, value_name = "SIZE", requires = "backing")]
     pub backing_max: Option<Size>,
 
-    /// How much is written there at a time, 64K to 16M; the server takes twice as much memory for it [default: 1M, for swap 256K, less
-    /// for a small backing]
+    /// How much is written there at a time, 64K to 16M; the server takes four times as much memory for it, for swap six times [default: 1M,
+    /// for swap 256K, less for a small backing]
     #[arg(long, value_name = "SIZE", requires = "backing")]
     pub backing_batch: Option<Size>,
 

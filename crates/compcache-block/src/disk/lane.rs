@@ -111,12 +111,13 @@ impl Disk {
     /// Whether a write that failed so would succeed once blocks have left memory, and some can, as far as is known.
     fn can_make_room(&self, failed: &StoreError) -> bool {
         let own = || self.pool.backing().is_some_and(|backing| backing.health() == Health::Good);
+        let store = self.pool.store();
         match failed {
             // Where it is the store that is full, others' blocks do as well.
-            StoreError::LimitReached { limit_bytes, .. } => {
-                own() || *limit_bytes == self.pool.store().limit_bytes() && self.pool.store().can_reclaim()
+            StoreError::LimitReached { limit_bytes, .. } if !self.reserve_only.load(Relaxed) => {
+                own() || *limit_bytes == store.limit_bytes() && store.can_reclaim()
             }
-            StoreError::MemoryRefused { .. } => own(),
+            StoreError::LimitReached { .. } | StoreError::MemoryRefused { .. } => own(),
             _ => false,
         }
     }
@@ -125,8 +126,9 @@ impl Disk {
     fn make_room(&self, worker: &mut Worker, failed: &StoreError) -> bool {
         let store = self.pool.store();
         let done = match failed {
-            StoreError::LimitReached { .. } => store.reclaim_any(worker),
-            // The reserve is used up, however far the limit is.
+            StoreError::LimitReached { .. } if !self.reserve_only.load(Relaxed) => store.reclaim_any(worker),
+            // The reserve is used up, however far the limit is. Who is swapped to writes to nothing but his own backing: a file, which
+            // others may have, takes memory.
             _ => store.write_back(worker, &self.pool, Leaving::Oldest),
         };
         match done {

@@ -3,10 +3,10 @@
 //! | what is named        | what becomes of it                                                                       |
 //! |----------------------|------------------------------------------------------------------------------------------|
 //! | nothing is there     | a file is made (mode 0600), and has no name any more: its room comes back with the disk's end, or the server's, however that comes |
-//! | a block device       | taken for itself alone (nobody has it mounted); refused if there seems to be something on it |
+//! | a block device       | taken for itself alone (nobody has it mounted); refused if there seems to be something on it, and emptied so far at the end |
 //! | anything else        | refused: what is in a file that somebody has is not overwritten                         |
 //!
-//! For swap it must be a block device, and no loop device: a file system asks for memory to write a file, when there is none
+//! For swap it must be a block device, and nothing like a loop device: a file system asks for memory to write a file, when there is none
 //! (docs/decisions/0026-swap-on-a-backing.md).
 //!
 //! The thread looks fifty times a second whether there is something to do, and goes on until there is not. A disk's writers do
@@ -17,11 +17,12 @@
 //! What goes wrong with a backing is said once, and once more when it is right again; a failing one is tried each second, and so is one whose
 //! budget for the day is spent.
 
-use std::fs::{self, File, Metadata, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::sync::{Arc, Weak};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
@@ -30,7 +31,7 @@ use anyhow::{Context, anyhow, bail};
 use compcache_store::{
     Backing, BackingConfig, BackingStats, DailyWrites, FileMedium, Health, Leaving, Pool, Store, Worker,
 };
-use rustix::fs::{OFlags, major};
+use rustix::fs::{OFlags, major, minor};
 
 use crate::control::{BackingChange, BackingState, BackingWanted, DailyState, Reply};
 use crate::kernel::clock_ns;
@@ -58,18 +59,21 @@ const AGE_LEAST_PAGES: u64 = 256;
 /// Where it can be said that blocks leave.
 const ABOVE_PERCENTS: std::ops::RangeInclusive<u8> = 10..=95;
 const NS_PER_S: u64 = 1_000_000_000;
-/// What is written for swap at a time, unless told otherwise: it is locked in memory four times and a half.
+/// What is written for swap at a time, unless told otherwise: six times as much is locked in memory.
 const SWAP_BATCH_BYTES: usize = 256 << 10;
-/// Of loop devices (Linux, admin-guide/devices.txt).
-const LOOP_MAJOR: u32 = 7;
+/// Devices that ask for memory when they are written to; ours are among them.
+const NOT_BARE: [&str; 4] = ["loop", "zram", "nbd", "ublkb"];
+/// So much of a device is made zeroes at its end as a backing: [`LOOKED_AT_BYTES`]. Its thread has so long for that.
+const ENDED_WITHIN: Duration = Duration::from_secs(5);
 
 /// A backing, and its thread, which ends when this is dropped.
 pub struct DiskBacking {
     path: PathBuf,
     batch_bytes: u64,
     backing: Arc<Backing>,
+    is_device: bool,
     stop: Arc<AtomicBool>,
-    thread: Option<Thread>,
+    thread: Option<(Thread, Receiver<()>)>,
 }
 
 impl DiskBacking {
@@ -80,12 +84,19 @@ impl DiskBacking {
     pub fn open(wanted: &BackingWanted, disk_bytes: u64, for_swap: bool) -> anyhow::Result<DiskBacking> {
         let path = wanted.path.clone();
         let (file, device_bytes) = match fs::metadata(&path) {
-            Ok(there) if there.file_type().is_block_device() && !(for_swap && is_loop(&there)) => {
+            Ok(there) if there.file_type().is_block_device() => {
+                if let Some(part) = if for_swap { not_bare(there.rdev()) } else { None } {
+                    bail!(
+                        "{} cannot be the backing of swap: to write to {part}, which it is or lies on, takes memory, and swap is written \
+                         when there is none. That takes a disk, a partition or a volume, with nothing on it",
+                        path.display()
+                    );
+                }
                 open_device(&path, wanted.overwrite)?
             }
             _ if for_swap => bail!(
-                "{} cannot be the backing of swap: that takes a disk, a partition or a volume, with nothing on it. To write a file, or a \
-                 loop device over one, its file system needs memory, and swap is written when there is none",
+                "{} cannot be the backing of swap: that takes a disk, a partition or a volume, with nothing on it. To write a file, its \
+                 file system needs memory, and swap is written when there is none",
                 path.display()
             ),
             Ok(there) if there.is_dir() => {
@@ -106,7 +117,8 @@ impl DiskBacking {
         let backing = Backing::new(Box::new(medium), config)?;
         backing.set_daily_bytes(wanted.daily_bytes);
         let batch_bytes = config.segment_bytes as u64;
-        Ok(DiskBacking { path, batch_bytes, backing, stop: Arc::default(), thread: None })
+        let is_device = device_bytes < u64::MAX;
+        Ok(DiskBacking { path, batch_bytes, backing, is_device, stop: Arc::default(), thread: None })
     }
 
     /// For making the pool of the disk.
@@ -132,8 +144,18 @@ impl DiskBacking {
             pressure: Pressure::open()?,
             relief: Relief::default(),
         };
-        let started = thread::Builder::new().name("backing".into()).spawn(move || reclaimer.run());
-        self.thread = Some(started.context("cannot start the thread for the backing")?.thread().clone());
+        let (running, ended) = mpsc::sync_channel(0);
+        let (backing, is_device) = (self.backing.clone(), self.is_device);
+        let body = move || {
+            let _running: SyncSender<()> = running;
+            reclaimer.run();
+            if is_device && backing.stats().segments_written > 0 {
+                // If it cannot be done, the device has to be given with --backing-overwrite the next time.
+                let _ = backing.erase_start(LOOKED_AT_BYTES);
+            }
+        };
+        let started = thread::Builder::new().name("backing".into()).spawn(body);
+        self.thread = Some((started.context("cannot start the thread for the backing")?.thread().clone(), ended));
         Ok(())
     }
 
@@ -190,10 +212,13 @@ impl DiskBacking {
 
 impl Drop for DiskBacking {
     fn drop(&mut self) {
-        // Not waited for: a medium that hangs must not hang who ends the disk.
         self.stop.store(true, Ordering::Release);
-        if let Some(thread) = &self.thread {
+        if let Some((thread, ended)) = &self.thread {
             thread.unpark();
+            if self.is_device {
+                // Not for ever: a medium that hangs must not hang who ends the disk.
+                let _ = ended.recv_timeout(ENDED_WITHIN);
+            }
         }
     }
 }
@@ -240,8 +265,25 @@ fn make_file(path: &Path) -> anyhow::Result<File> {
     Ok(file)
 }
 
-fn is_loop(device: &Metadata) -> bool {
-    major(device.rdev()) == LOOP_MAJOR
+/// A device that asks for memory when it is written to, if `device` is one, a part of one, or lies on one. What the kernel does not show of
+/// where it lies is believed.
+fn not_bare(device: u64) -> Option<String> {
+    let place = format!("/sys/dev/block/{}:{}", major(device), minor(device));
+    not_bare_at(&fs::canonicalize(place).ok()?)
+}
+
+fn not_bare_at(place: &Path) -> Option<String> {
+    let names = place.iter().filter_map(|name| name.to_str());
+    let own = names.filter(|name| NOT_BARE.iter().any(|kind| is_of_kind(name, kind))).next_back().map(str::to_owned);
+    // Of a partition those of the disk count.
+    let below = [place.join("slaves"), place.parent()?.join("slaves")];
+    let mut below = below.iter().filter_map(|slaves| fs::read_dir(slaves).ok()).flatten().flatten();
+    own.or_else(|| below.find_map(|slave| not_bare_at(&fs::canonicalize(slave.path()).ok()?)))
+}
+
+/// The kind, and a number: `loop7`, also `loop7p1`.
+fn is_of_kind(name: &str, kind: &str) -> bool {
+    name.strip_prefix(kind).is_some_and(|number| number.starts_with(|first: char| first.is_ascii_digit()))
 }
 
 fn open_device(path: &Path, overwrite: bool) -> anyhow::Result<(File, u64)> {
@@ -332,7 +374,7 @@ impl Reclaimer {
             }
             self.tell();
             if tidied.elapsed() >= BETWEEN_ATTEMPTS {
-                self.relieve();
+                self.relieve(tidied.elapsed());
                 self.backing.tidy();
                 tidied = Instant::now();
             }
@@ -354,18 +396,19 @@ impl Reclaimer {
         any
     }
 
-    /// Has some leave if the machine is short of memory.
-    fn relieve(&mut self) {
+    /// Has some leave if the machine is short of memory, for as long as a window at most.
+    fn relieve(&mut self, window: Duration) {
         let Some(pool) = self.pool.upgrade() else { return };
-        let stats = pool.stats();
+        let (stats, begun) = (pool.stats(), Instant::now());
         let wanted_bytes = self.relief.wanted_bytes(&Signs {
+            window,
             stalled: self.pressure.stalled(),
             memory: self.pressure.memory(),
             came_back: stats.bd_reads,
             used_bytes: stats.mem_used_total,
         });
         let (mut pages, mut left_bytes) = (0, 0);
-        while left_bytes < wanted_bytes && !self.stop.load(Ordering::Acquire) {
+        while left_bytes < wanted_bytes && begun.elapsed() < BETWEEN_ATTEMPTS && !self.stop.load(Ordering::Acquire) {
             // What went wrong is in its health.
             let Ok(done) = self.store.write_back(&mut self.worker, &pool, Leaving::Oldest) else { break };
             pages += done.pages as u64;
@@ -441,6 +484,27 @@ mod tests {
 
     fn of(wanted: &BackingWanted, disk_bytes: u64, device_bytes: u64) -> anyhow::Result<BackingConfig> {
         config(wanted, disk_bytes, device_bytes, BackingConfig::default().segment_bytes)
+    }
+
+    #[test]
+    fn what_takes_memory_to_write_is_found_under_its_parts_and_mappings() {
+        let sys = tempfile::tempdir().unwrap();
+        let at = |path: &str| {
+            let path = sys.path().join(path);
+            fs::create_dir_all(&path).unwrap();
+            path
+        };
+        assert_eq!(not_bare_at(&at("virtio1/block/vda/vda1")), None);
+        assert_eq!(not_bare_at(&at("virtual/block/loop0/loop0p1")).as_deref(), Some("loop0p1"));
+        assert_eq!(not_bare_at(&at("virtual/block/ublkb12")).as_deref(), Some("ublkb12"));
+        assert_eq!(not_bare_at(&at("virtual/block/loopback")), None, "another kind");
+        let mapped = at("virtual/block/dm-1/slaves").parent().unwrap().to_owned();
+        std::os::unix::fs::symlink(at("virtual/block/vda"), mapped.join("slaves/vda")).unwrap();
+        assert_eq!(not_bare_at(&mapped), None);
+        std::os::unix::fs::symlink(at("virtual/block/zram3"), mapped.join("slaves/zram3")).unwrap();
+        assert_eq!(not_bare_at(&mapped).as_deref(), Some("zram3"));
+        let part = at("virtual/block/dm-1/dm-1p1");
+        assert_eq!(not_bare_at(&part).as_deref(), Some("zram3"), "it lies on what the whole lies on");
     }
 
     fn wanted() -> BackingWanted {

@@ -35,6 +35,7 @@ use anyhow::{Context, bail};
 use compcache_block::fuse_loop::own_mounts;
 use compcache_block::{BlockDevice, Disk};
 use compcache_store::{PAGE_SIZE, Store};
+use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MlockAllFlags, ProtFlags, madvise, mlockall, mmap_anonymous};
 use rustix::process::configure_io_flusher_behavior;
 
@@ -149,10 +150,12 @@ impl Safety {
         }
         store.set_reserve_bytes((here / RESERVE_SHARE).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end));
         let prepared = prepare(store, disk);
+        if prepared.is_err() {
+            store.set_limit_bytes(limit_before);
+        }
         if prepared.is_err() && !state.serving {
             // What was prepared in vain goes back, by the thread that got it.
             store.set_reserve_bytes(0);
-            store.set_limit_bytes(limit_before);
         }
         state.serving |= prepared.is_ok();
         prepared
@@ -182,8 +185,12 @@ fn prepare(store: &Store, disk: &Disk) -> anyhow::Result<()> {
     };
     disk.pool().prepare(pages).with_context(tables)?;
     for (start, bytes) in disk.pool().backing().into_iter().flat_map(|backing| backing.memory_ranges()) {
-        // SAFETY: populating changes no content, whatever is there. Kernels before 5.14 refuse: then it comes as it is touched.
-        let _ = unsafe { madvise(start as *mut c_void, bytes, Advice::LinuxPopulateWrite) };
+        // SAFETY: populating changes no content, whatever is there.
+        let populated = unsafe { madvise(start as *mut c_void, bytes, Advice::LinuxPopulateWrite) };
+        // Kernels before 5.14 know nothing of it: then it comes as it is touched.
+        if let Err(error) = populated.or_else(|error| if error == Errno::INVAL { Ok(()) } else { Err(error) }) {
+            bail!("there is no memory to write to the backing from ({error}); a smaller --backing-batch needs less");
+        }
     }
     while store.refill().context("there is no memory for the reserve that swap needs")? {}
     Ok(())

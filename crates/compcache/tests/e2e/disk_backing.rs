@@ -478,4 +478,7 @@ fn a_device_is_a_backing_if_nothing_is_on_it_or_that_may_be_overwritten() {
     assert!(readable(Path::new(at.trim()), &written).iter().all(|read| *read));
     assert!(server.stat("d", "bd_count") > 1000);
     server.ok(&["disk", "rm", "d"]);
+    // It was given back with nothing on it, as far as anybody looks.
+    server.ok(&create);
+    server.ok(&["disk", "rm", "d"]);
 }

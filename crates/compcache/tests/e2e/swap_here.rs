@@ -207,7 +207,7 @@ fn swap_that_cannot_be_made_leaves_nothing_behind() {
         let said = ["swap stays as it was", "cannot be the backing of swap", "a disk, a partition or a volume"];
         server.refuses(&on(&["--size", "64M", "--backing", backing]), &said);
     }
-    server.refuses(&on(&["--size", "64M", "--backing-batch", "1M"]), &["--backing"]);
+    server.refuses(&on(&["--size", "64M", "--backing-batch", "1M"]), &["required", "--backing <DEVICE>"]);
     assert_eq!(server.ok(&["disk", "list", "--json"]).trim(), "[]");
     let small = Server::start(&["--memory", "4M"]);
     small.refuses(&on(&["--size", "64M"]), &["no memory for the reserve", "limit"]);
