@@ -29,6 +29,10 @@ use rustix::fs::{Mode, OFlags};
 #[global_allocator]
 static HEAP: SetupHeap = SetupHeap::new();
 
+/// The version of the tree's region that this object knows: `compcache run` reads it off the file, for it must know the same.
+#[unsafe(no_mangle)]
+pub static COMPCACHE_REGION_VERSION: u32 = shared::VERSION;
+
 /// This process's pager; null when it has none.
 static PAGER: AtomicPtr<Pager> = AtomicPtr::new(null_mut());
 

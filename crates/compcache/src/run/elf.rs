@@ -5,8 +5,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 use object::elf::{EM_386, EM_AARCH64, EM_ARM, EM_PPC64, EM_RISCV, EM_S390, EM_X86_64, FileHeader64, Machine};
-use object::read::elf::{FileHeader, ProgramHeader};
-use object::{Endianness, ReadRef};
+use object::read::elf::{ElfFile64, FileHeader, ProgramHeader};
+use object::{Endianness, Object, ObjectSection, ObjectSymbol, ReadRef};
 
 /// What a file is to the kernel.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -63,6 +63,15 @@ fn elf64<'data, R: ReadRef<'data>>(file: R) -> object::read::Result<Binary> {
         }
     }
     Ok(Binary::Static)
+}
+
+/// The number under `name` among the symbols that a shared object shows; `None` if it shows none.
+pub fn shown_number<'data, R: ReadRef<'data>>(file: R, name: &str) -> Option<u32> {
+    let file = ElfFile64::<Endianness, R>::parse(file).ok()?;
+    let symbol = file.dynamic_symbols().find(|symbol| symbol.name() == Ok(name))?;
+    let section = file.section_by_index(symbol.section_index()?).ok()?;
+    let bytes = section.data_range(symbol.address(), size_of::<u32>() as u64).ok()??;
+    Some(u32::from_le_bytes(bytes.try_into().ok()?))
 }
 
 fn name(machine: Machine) -> &'static str {

@@ -1,19 +1,23 @@
 //! Everything that is checked before the program starts: what cannot work is said then, with the remedy.
 
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use compcache_pager::RemapKernel;
-use compcache_pager::shared::EvictionWay;
+use compcache_pager::shared::{self, EvictionWay};
+use object::read::ReadCache;
 
 use crate::cli::{Evict, RunArgs};
 use crate::kernel::userfaultfd::{self, Features, Refused};
 use crate::run::failure::Failure;
-use crate::run::program;
+use crate::run::{elf, program};
 
 /// The object that puts the pager into the program.
 const PRELOAD_OBJECT: &str = "libcompcache_preload.so";
+/// The symbol under which it shows the version of the region that it knows.
+const REGION_VERSION: &str = "COMPCACHE_REGION_VERSION";
 /// Names another object than the one beside the executable.
 const ENV_PRELOAD: &str = "COMPCACHE_PRELOAD";
 
@@ -45,8 +49,22 @@ pub fn check(args: &RunArgs) -> Result<Ready, Failure> {
     Ok(Ready { program, ld_preload, eviction })
 }
 
-/// The preload object: COMPCACHE_PRELOAD, else beside the executable, else in ../lib/compcache.
+/// The preload object, which knows the same region as this program does.
 pub fn find_object() -> anyhow::Result<PathBuf> {
+    let object = named_object()?;
+    let file = File::open(&object).with_context(|| format!("cannot read {}", object.display()))?;
+    match elf::shown_number(&ReadCache::new(file), REGION_VERSION) {
+        Some(shared::VERSION) => Ok(object),
+        _ => bail!(
+            "{} is not of the same version as this program, and would leave programs as they are.\n  \
+             Install both of one version, or say where the right one is in {ENV_PRELOAD}.",
+            object.display()
+        ),
+    }
+}
+
+/// COMPCACHE_PRELOAD, else beside the executable, else in ../lib/compcache.
+fn named_object() -> anyhow::Result<PathBuf> {
     if let Some(named) = std::env::var_os(ENV_PRELOAD).filter(|value| !value.is_empty()) {
         let path = std::path::absolute(&named)?;
         if !path.is_file() {

@@ -273,8 +273,8 @@ fn not_bare(device: u64) -> Option<String> {
 }
 
 fn not_bare_at(place: &Path) -> Option<String> {
-    let names = place.iter().filter_map(|name| name.to_str());
-    let own = names.filter(|name| NOT_BARE.iter().any(|kind| is_of_kind(name, kind))).next_back().map(str::to_owned);
+    let mut names = place.iter().filter_map(|name| name.to_str());
+    let own = names.rfind(|name| NOT_BARE.iter().any(|kind| is_of_kind(name, kind))).map(str::to_owned);
     // Of a partition those of the disk count.
     let below = [place.join("slaves"), place.parent()?.join("slaves")];
     let mut below = below.iter().filter_map(|slaves| fs::read_dir(slaves).ok()).flatten().flatten();

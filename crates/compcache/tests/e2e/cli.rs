@@ -236,6 +236,16 @@ fn a_run_within_a_run_works() {
 }
 
 #[test]
+fn an_object_of_another_version_is_refused_before_the_program_starts() {
+    let mut command = Command::new(compcache());
+    // Any other file of the kind knows no version at all.
+    command.args(["run", "--ram", "64M", "echo", "ran"]).env("COMPCACHE_PRELOAD", compcache());
+    let output = command.output().expect("compcache can be started");
+    assert_eq!((output.status.code(), output.stdout.is_empty()), (Some(125), true), "{}", said(&output));
+    assert!(said(&output).contains("not of the same version as this program"), "{}", said(&output));
+}
+
+#[test]
 fn the_doctor_agrees_with_run() {
     let output = Command::new(compcache()).arg("doctor").output().expect("compcache can be started");
     let text = String::from_utf8_lossy(&output.stdout);
