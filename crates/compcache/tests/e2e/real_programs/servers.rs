@@ -30,7 +30,7 @@ fn compare(server: &Program, signal: i32, ask: impl Fn() -> String + Sync) {
         assert!(paged == right, "other answers than without compcache ({way:?}): {}", outcome.explain());
         assert_eq!(outcome.status, bare.status, "{}", outcome.explain());
         outcome.must_have_evicted();
-        report(way, &outcome, &bare);
+        report(way, &outcome, &bare, &quarter(&bare));
     }
 }
 
