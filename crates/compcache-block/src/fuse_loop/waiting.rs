@@ -84,12 +84,6 @@ pub(super) fn errno(error: &DeviceError) -> Errno {
     Errno::from_i32(error.errno())
 }
 
-impl Job {
-    fn is_read(&self) -> bool {
-        matches!(self, Job::Read { .. })
-    }
-}
-
 /// The requests that wait, and the buffers of those that are writes.
 pub(super) struct Waiters {
     waiting: Waiting<Job>,
@@ -146,7 +140,7 @@ impl Waiters {
 
     /// Has `job` done where waiting is allowed: by a thread for it, or here.
     pub fn pass_on(&self, own: &mut Own, job: Job) {
-        let is_read = job.is_read();
+        let is_read = matches!(job, Job::Read { .. });
         if let Err(job) = self.waiting.put(job, is_read) {
             self.finish(own, job);
         }

@@ -4,6 +4,8 @@
 //! 6.6): what was just written is the coldest there is, and a second copy of it in the page cache would take the memory that
 //! the backing is to relieve.
 
+use core::ops::Range;
+
 use rustix::fd::OwnedFd;
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl};
 use rustix::io::{Errno, pread, pwrite};
@@ -36,6 +38,11 @@ impl FileMedium {
         FileMedium { request_bytes: FRUGAL_BYTES, ..FileMedium::new(device) }
     }
 
+    /// What is asked for next of so many bytes, when some are done.
+    fn request(&self, done: usize, bytes: usize) -> Range<usize> {
+        done..bytes.min(done.saturating_add(self.request_bytes))
+    }
+
     /// Whether the page cache is left out.
     pub fn is_direct(&self) -> bool {
         self.is_direct
@@ -46,8 +53,8 @@ impl Medium for FileMedium {
     fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediumError> {
         let mut done = 0;
         while done < into.len() {
-            let end = into.len().min(done.saturating_add(self.request_bytes));
-            match pread(&self.file, &mut into[done..end], offset_bytes + done as u64) {
+            let request = self.request(done, into.len());
+            match pread(&self.file, &mut into[request], offset_bytes + done as u64) {
                 Ok(0) => return Err(MediumError::Short),
                 Ok(more) => done += more,
                 Err(Errno::INTR) => {}
@@ -60,8 +67,8 @@ impl Medium for FileMedium {
     fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError> {
         let mut done = 0;
         while done < from.len() {
-            let end = from.len().min(done.saturating_add(self.request_bytes));
-            match pwrite(&self.file, &from[done..end], offset_bytes + done as u64) {
+            let request = self.request(done, from.len());
+            match pwrite(&self.file, &from[request], offset_bytes + done as u64) {
                 Ok(0) => return Err(MediumError::NoSpace),
                 Ok(more) => done += more,
                 Err(Errno::INTR) => {}
@@ -121,6 +128,8 @@ mod tests {
     fn a_frugal_one_is_written_and_read_in_pieces_and_keeps_its_room() {
         let named = tempfile::NamedTempFile::new().unwrap();
         let medium = FileMedium::frugal(named.reopen().unwrap().into());
+        let pieces = [0, 4, 8].map(|page| medium.request(page * PAGE_SIZE, 9 * PAGE_SIZE).len() / PAGE_SIZE);
+        assert_eq!(pieces, [4, 4, 1]);
         let mut block = crate::backing::buffer::Buffer::new(9 * PAGE_SIZE).unwrap();
         block.chunks_mut(PAGE_SIZE).zip(1..).for_each(|(page, nth)| page.fill(nth));
         medium.write_at(PAGE_SIZE as u64, &block).unwrap();

@@ -7,7 +7,7 @@
 //! | anything else        | refused: what is in a file that somebody has is not overwritten                         |
 //!
 //! For swap it must be a block device, and nothing like a loop device: a file system asks for memory to write a file, when there is none
-//! (docs/decisions/0026-swap-on-a-backing.md).
+//! (docs/decisions/0030-swap-leaves-for-a-bare-device.md).
 //!
 //! The thread looks fifty times a second whether there is something to do, and goes on until there is not. A disk's writers do
 //! the same where it is too late (`Disk` in compcache-block), so nothing depends on how soon it comes. Ages, which say what was
@@ -63,7 +63,7 @@ const NS_PER_S: u64 = 1_000_000_000;
 const SWAP_BATCH_BYTES: usize = 256 << 10;
 /// Devices that ask for memory when they are written to; ours are among them.
 const NOT_BARE: [&str; 4] = ["loop", "zram", "nbd", "ublkb"];
-/// So much of a device is made zeroes at its end as a backing: [`LOOKED_AT_BYTES`]. Its thread has so long for that.
+/// How long who ends a disk waits for its thread, which makes the beginning of a device zeroes.
 const ENDED_WITHIN: Duration = Duration::from_secs(5);
 
 /// A backing, and its thread, which ends when this is dropped.
@@ -85,7 +85,7 @@ impl DiskBacking {
         let path = wanted.path.clone();
         let (file, device_bytes) = match fs::metadata(&path) {
             Ok(there) if there.file_type().is_block_device() => {
-                if let Some(part) = if for_swap { not_bare(there.rdev()) } else { None } {
+                if let Some(part) = for_swap.then(|| not_bare(there.rdev())).flatten() {
                     bail!(
                         "{} cannot be the backing of swap: to write to {part}, which it is or lies on, takes memory, and swap is written \
                          when there is none. That takes a disk, a partition or a volume, with nothing on it",

@@ -23,7 +23,7 @@ fn quarter(bare: &Outcome) -> Cap {
     Cap::Resident((bare.peak_bytes / 4).max(LEAST_CAP))
 }
 
-/// A quarter of what a program and its copies take, of which `bare` knows the largest alone: not `times` that, for they share some.
+/// So many times that, for a program whose copies take memory, too: `bare` knows the largest process alone.
 fn quarter_of(bare: &Outcome, times: u64) -> Cap {
     Cap::Resident(quarter(bare).bytes() * times)
 }
