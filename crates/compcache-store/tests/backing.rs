@@ -277,7 +277,7 @@ fn the_coldest_pages_leave_first_whichever_pool_they_are_in() {
     let (store, worker) = (cold.store.clone(), Worker::new(&cold.store, || 0).unwrap());
     let mut warm = Place { store, backing, pool, worker, fetcher: Fetcher::new().unwrap() };
     (0..1000).for_each(|index| cold.write(index, &heap(index, 1)));
-    store_ages(&cold.store, 5);
+    pass_ages(&cold.store, 5);
     (0..1000).for_each(|index| warm.write(index, &heap(index, 2)));
     // Who asks is the warm one; what leaves is cold, until hardly any is there.
     let limit_bytes = warm.store.mem_used_total_bytes() * 7 / 10;
@@ -287,15 +287,16 @@ fn the_coldest_pages_leave_first_whichever_pool_they_are_in() {
     let (left, stayed) = (cold.pool.stats().bd_count, warm.pool.stats().bd_count);
     assert!((700..=1000).contains(&left), "{left} cold pages have left");
     assert_eq!(stayed, 0, "of the warm ones");
-    // A pool above its own limit has its own leave, warm or not.
+    // A pool above its own limit has its own leave, however many colder ones there are.
     warm.store.set_limit_bytes(u64::MAX);
+    (0..1000).for_each(|index| cold.write(index, &heap(index, 3)));
+    pass_ages(&cold.store, 5);
+    (0..1000).for_each(|index| warm.write(index, &heap(index, 4)));
     warm.pool.set_limit_bytes(warm.pool.stats().mem_used_total);
     while warm.store.reclaim(&mut warm.worker, &warm.backing).unwrap().pages > 0 {}
     assert!(warm.pool.stats().bd_count > 100);
     // What a backing that fails could take does not count: then the warm ones leave.
     warm.pool.set_limit_bytes(u64::MAX);
-    (0..1000).for_each(|index| cold.write(index, &heap(index, 3)));
-    store_ages(&cold.store, 5);
     (0..1000).for_each(|index| warm.write(index, &heap(index, 4)));
     memory.set_faults(Faults { failed_writes: 1, ..Faults::NONE });
     warm.store.set_limit_bytes(limit_bytes);
@@ -306,7 +307,7 @@ fn the_coldest_pages_leave_first_whichever_pool_they_are_in() {
     (0..1000).for_each(|index| assert!(warm.fetch(index).unwrap() == heap(index, 4)));
 }
 
-fn store_ages(store: &Store, count: u32) {
+fn pass_ages(store: &Store, count: u32) {
     (0..count).for_each(|_| _ = store.advance_age());
 }
 
