@@ -243,7 +243,7 @@ impl Evictor {
         publish(pager, resident, ours, state.copies.kept());
         let totals = pager.region.totals();
         if let Some(spill) = &pager.spill {
-            spill.set_limit(&pager.store, &pager.pool, pager.region, &totals);
+            spill.set_limit(&pager.store, &pager.pool, pager.region, &totals, resident);
         }
         let headroom_bytes = headroom_bytes(pager.region, &totals);
         let headroom = share_of(headroom_bytes / PAGE as i64, resident, &totals);

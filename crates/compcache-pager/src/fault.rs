@@ -400,7 +400,8 @@ impl Handler {
             slot.counters.readahead_hits.fetch_add(u64::from(window.hits), Relaxed);
         }
         if let Some(spill) = pager.spill.as_ref().filter(|_| is_new) {
-            spill.note_fault(pager.region, left_since(&state, state.table.get(page)));
+            let out = state.table.left_after(state.table.get(page));
+            spill.note_fault(pager.region, state.estimate_pages() + out);
         }
         let (mut at, mut left, mut asked, mut brought) = (page, window.pages as usize, true, 0);
         while left > 0 && (asked || self.early.is_empty()) {
@@ -410,10 +411,12 @@ impl Handler {
             let most = run.pages.min(BATCH).min(if asked { room.max(1) } else { room });
             let pages = here(pager, &run, most).max(usize::from(asked && at_once));
             if pages < most && !at_once {
-                let wait = self.order(pager, &state, page, (at as i64 + window.step * pages as i64) as u64, &window);
+                let from = (at as i64 + window.step * pages as i64) as u64;
+                let ordered = self.order(pager, &state, page, from, &window);
                 if pages == 0 && asked {
-                    return (state, self.await_order(channel, page, window, wait));
+                    return self.await_order(pager, channel, state, page, window, from == page && ordered > 0);
                 }
+                ring_for(pager, ordered);
             }
             if pages == 0 {
                 break;
@@ -450,10 +453,9 @@ impl Handler {
         (state, Answer::Done)
     }
 
-    /// Orders what the stream of a fault will ask for from `at` on, as far as it is in the spill file. Whether the page that was
-    /// asked for is on its way, if it is there.
-    fn order(&mut self, pager: &Pager, state: &State, asked: u64, at: u64, window: &Window) -> bool {
-        let Some(spill) = &pager.spill else { return false };
+    /// Orders what the stream of a fault will ask for from `at` on, as far as it is in the spill file; how many pages.
+    fn order(&mut self, pager: &Pager, state: &State, asked: u64, at: u64, window: &Window) -> usize {
+        let Some(spill) = &pager.spill else { return 0 };
         let bounds = state.regions.containing(asked as usize * PAGE);
         let mut ordered = 0;
         for ahead in 0..i64::from(window.pages.max(1)) {
@@ -466,22 +468,42 @@ impl Handler {
             }
             ordered += 1;
         }
-        // All of them at once: what lies together is read together.
-        if ordered > 0 {
-            spill.ring_for_orders();
-        }
-        at == asked && ordered > 0
+        ordered
     }
 
-    /// The page that was asked for is being read: its fault comes again. If there was no room for the order, soon.
-    fn await_order(&mut self, channel: &Channel, page: u64, window: Window, is_ordered: bool) -> Answer {
+    /// The page that was asked for is to be read: by this thread, if no other fault waits for it and none can come, or it takes little.
+    /// Otherwise its fault comes again when it is there, and if there was no room for the order, soon.
+    fn await_order<'a>(
+        &mut self,
+        pager: &'a Pager,
+        channel: &Channel,
+        mut state: Guard<'a, Box<State>>,
+        page: u64,
+        window: Window,
+        is_ordered: bool,
+    ) -> (Guard<'a, Box<State>>, Answer) {
         self.awaited[self.awaited_next % AWAITED] = Some((page, window));
         self.awaited_next += 1;
-        if !is_ordered {
-            lock::pause();
-            channel.uffd.wake(page as usize * PAGE, PAGE);
+        let is_alone = self.pending_len == 0 && self.early.is_empty();
+        match pager.spill.as_ref().filter(|spill| is_alone && (spill.is_fast() || !pager.has_many_threads())) {
+            Some(spill) if is_ordered => {
+                state.under_way += 1;
+                drop(state);
+                let is_read = spill.fetch_for(page, channel.uffd);
+                let mut state = self.lock(pager, channel);
+                state.under_way -= 1;
+                // If it is not, a fetcher reads it just now.
+                (state, if is_read { Answer::Again } else { Answer::Done })
+            }
+            _ => {
+                ring_for(pager, usize::from(is_ordered));
+                if !is_ordered {
+                    lock::pause();
+                    channel.uffd.wake(page as usize * PAGE, PAGE);
+                }
+                (state, Answer::Done)
+            }
         }
-        Answer::Done
     }
 
     /// Brings `pages` neighbouring stored pages; returns how many came.
@@ -709,6 +731,13 @@ fn poison(pager: &Pager, channel: &Channel, page: u64) {
         Ok(()) | Err(Errno::EEXIST) => channel.uffd.wake(address, PAGE),
         // Linux before 6.6 cannot poison; going on would mean a wrong page or a hang.
         Err(_) => crate::process::die(pager, Trouble::LostPage),
+    }
+}
+
+/// Has fetchers look for what was ordered: all of it at once, for what lies together is read together.
+fn ring_for(pager: &Pager, ordered: usize) {
+    if let Some(spill) = pager.spill.as_ref().filter(|_| ordered > 0) {
+        spill.ring_for_orders();
     }
 }
 

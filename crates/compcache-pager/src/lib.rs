@@ -15,6 +15,8 @@
 //! | `events`   | munmap, mremap, madvise, applied to what is kept                          |
 //! | `fork`     | copies of the process                                                     |
 //! | `spill`    | a file for what is too much even compressed                               |
+//! | `share`    | how much of the memory the pool has then                                  |
+//! | `distance` | how far back a page was that comes back                                   |
 //! | `keep`     | pages that may not leave                                                  |
 //! | `streams`  | read-ahead                                                                |
 //! | `table`, `staging`, `regions` | what is known of pages, frames and ranges; no system calls |
@@ -36,6 +38,7 @@ extern crate alloc;
 mod compress;
 mod copies;
 mod cpus;
+mod distance;
 mod events;
 #[allow(unsafe_code, reason = "makes its buffers")]
 mod evict;

@@ -335,6 +335,8 @@ impl Pager {
             Some(_) => memory::map(spill::THREADS * STACK_BYTES).map_err(no_memory)?,
             None => core::ptr::null_mut(),
         };
+        let limits = [&header.ram_limit_bytes, &header.resident_limit_bytes].map(|limit| limit.load(Relaxed));
+        let ram_pages = limits[0].max(limits[1]) / PAGE as u64;
         let remaps = header.eviction_way.load(Relaxed) == EvictionWay::Remap as u32;
         // SAFETY: arrays of numbers and of pairs of numbers are valid when zero.
         let (never, threads) = unsafe { (boxed_zeroed::<Ranges<EXCLUDED_MAX>>(), boxed_zeroed()) };
@@ -346,7 +348,7 @@ impl Pager {
             store: store.clone(),
             spill_stacks,
             spill,
-            state: Mutex::new(State::new().map_err(no_memory)?),
+            state: Mutex::new(State::new(ram_pages).map_err(no_memory)?),
             channel: Mutex::new(None),
             armed: AtomicBool::new(false),
             frozen: AtomicBool::new(false),
@@ -632,8 +634,8 @@ impl Pager {
 const FIXED_BYTES: u64 = 640 << 10;
 
 impl State {
-    fn new() -> Result<Box<State>, Errno> {
-        let table = PageTable::new()?;
+    fn new(ram_pages: u64) -> Result<Box<State>, Errno> {
+        let table = PageTable::new(ram_pages)?;
         // SAFETY: all fields but `table` are numbers, arrays of numbers, or lists of them, valid when zero. A page
         // table that is zero is never used or dropped: the true one is written over it at once.
         let mut state = unsafe { boxed_zeroed::<State>() };

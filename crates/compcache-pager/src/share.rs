@@ -2,21 +2,19 @@
 //!
 //! A megabyte of pool keeps a few megabytes of pages from the disk, and pushes one out of resident memory. Which is better depends on
 //! the program: one whose working set would fit without any pool does worse with one, and one that goes through more than both hold
-//! does better with more. So it is derived from what happened. Of each fault on a stored page it is known how many pages have left
-//! since that page left ([`Reuse::note`]), which is how many more would have had to be resident for the fault not to be; and so what
+//! does better with more. So it is derived from what happened. Of each fault on a stored page it is known how far back the page was
+//! ([`crate::distance`]), which is how many pages would have had to be resident for the fault not to be; and so what
 //! the faults that there were would have cost with another share:
 //!
-//! | a page that came back after so many others had left | would have cost            |
+//! | how far back a page was                              | would have cost            |
 //! |------------------------------------------------------|----------------------------|
-//! | fewer than would be resident in addition             | nothing                    |
-//! | fewer than that, and what the pool would hold        | a fault                    |
-//! | more                                                 | a fault, and a read        |
+//! | no farther than would be resident                    | nothing                    |
+//! | no farther than that and what the pool would hold    | a fault                    |
+//! | farther, unless the pool would hold all there is     | a fault, and a read        |
 //!
-//! All of it is an estimate. A page that left twice is counted twice, so a page may be nearer than it seems; and what was counted before the share
-//! changed is compared with what is resident since. Where a read costs as much as dozens of faults ([`READ_NS_MOST`]) that would be
+//! With less resident than now, faults come that nobody has seen lately; there are taken to be at least as many of them as of those that
+//! were nearest. Where a read costs as much as dozens of faults ([`READ_NS_MOST`]) an estimate that is wrong would be
 //! dear, and the share goes by how well pages compress instead.
-//!
-//! With less resident than now, faults come that nobody has seen; there are taken to be as many of them as of those that were nearest.
 //!
 //! # Source
 //! That compressed memory must be sized by what the working set would cost without it: Tuduce and Gross, "Adaptive main memory
@@ -24,6 +22,7 @@
 //! techniques for storage hierarchies" (1970); for compressed memory Wilson and others, "The case for compressed caching"
 //! (1999).
 
+use crate::memory::PAGE;
 use core::cmp::Reverse;
 use core::ops::RangeInclusive;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -33,14 +32,16 @@ pub const SHARES: RangeInclusive<u64> = 50..=600;
 const STEP: usize = 50;
 /// A bucket is so small a part of the memory.
 const BUCKETS_OF_RAM: u64 = 16;
-/// Farther than four times the memory is far.
-const BUCKETS: usize = 4 * BUCKETS_OF_RAM as usize;
+/// Farther than five times the memory is far.
+const BUCKETS: usize = 5 * BUCKETS_OF_RAM as usize;
 /// Fewer faults than this say nothing.
 const FAULTS_LEAST: u64 = 64;
 /// With more, the older ones count half.
 const FAULTS_MOST: u64 = 4096;
 /// What a fault costs that the pool answers, with the eviction of the page that has to leave for it: measured with two processors.
 const FAULT_NS: u64 = 20_000;
+/// What a read costs besides: the page was written before.
+const AROUND_READ_NS: u64 = 20_000;
 /// It is thought about again when so many more have come: it takes some microseconds, and is asked for every millisecond.
 const FAULTS_BETWEEN: u32 = 16;
 /// Where a read takes longer, nothing is derived.
@@ -62,13 +63,17 @@ pub struct Reuse {
 pub struct Split {
     /// All the memory that there is.
     pub ram_bytes: u64,
-    /// What the pool uses of it, for how many pages.
+    /// As large a part of it as this process's pool is of all pools.
+    pub ours_of_ram_bytes: u64,
+    /// What is resident.
+    pub resident_pages: u64,
+    /// What the pool uses, for how many pages.
     pub pool_bytes: u64,
     /// See above.
     pub pool_pages: u64,
     /// Pages in the file.
     pub file_pages: u64,
-    /// What a read of one takes.
+    /// What a read of one takes, until who waits for it has it.
     pub read_ns: u64,
 }
 
@@ -77,9 +82,9 @@ impl Reuse {
         Reuse { counts: [const { AtomicU32::new(0) }; BUCKETS + 1], since: AtomicU32::new(0), best: AtomicU64::new(0) }
     }
 
-    /// A page came back after so many others had left, in a process with so much memory.
-    pub fn note(&self, left_since: u64, ram_bytes: u64) {
-        let bucket = left_since.checked_div(bucket_pages(ram_bytes)).unwrap_or(u64::MAX).min(BUCKETS as u64);
+    /// A page came back that was so many pages back, in a process with so much memory.
+    pub fn note(&self, back_pages: u64, ram_bytes: u64) {
+        let bucket = (back_pages / bucket_pages(ram_bytes)).min(BUCKETS as u64);
         self.counts[bucket as usize].fetch_add(1, Relaxed);
         self.since.fetch_add(1, Relaxed);
     }
@@ -120,31 +125,35 @@ impl Reuse {
 }
 
 fn bucket_pages(ram_bytes: u64) -> u64 {
-    (ram_bytes / 4096 / BUCKETS_OF_RAM).max(1)
+    (ram_bytes / PAGE as u64 / BUCKETS_OF_RAM).max(1)
 }
 
 impl Split {
     /// What the faults would have cost if the pool had such a share.
     fn cost_ns(&self, counts: &[u64; BUCKETS + 1], share: u64) -> u64 {
-        let width = bucket_pages(self.ram_bytes) as i64;
+        let width = bucket_pages(self.ram_bytes);
         // Never more than it needs for all pages.
-        let all_bytes = self.pool_bytes.saturating_mul(self.pool_pages + self.file_pages) / self.pool_pages;
-        let pool_bytes = (self.ram_bytes / 1000 * share).min(all_bytes);
-        let resident_more = (self.pool_bytes as i64 - pool_bytes as i64) / 4096;
-        let pool_pages = (pool_bytes * self.pool_pages).checked_div(self.pool_bytes).unwrap_or(0) as i64;
-        let mut cost_ns = (resident_more.min(0).unsigned_abs() * counts[0] / width as u64).saturating_mul(FAULT_NS);
-        for (bucket, count) in counts.iter().enumerate() {
-            let begin = bucket as i64 * width;
+        let all_pages = self.pool_pages + self.file_pages;
+        let all_bytes = self.pool_bytes.saturating_mul(all_pages) / self.pool_pages;
+        let pool_bytes = (self.ours_of_ram_bytes / 1000 * share).min(all_bytes);
+        let pool_pages = (pool_bytes * self.pool_pages).checked_div(self.pool_bytes).unwrap_or(0);
+        let freed = (self.pool_bytes as i64 - pool_bytes as i64) / PAGE as i64;
+        let resident = self.resident_pages.saturating_add_signed(freed);
+        let held = if pool_bytes == all_bytes { u64::MAX } else { resident + pool_pages };
+        // Of what is resident now little is known: as many as in the bucket it ends in, at least.
+        let now = ((self.resident_pages / width) as usize).min(BUCKETS - 1);
+        let nearest = counts[now].max(counts[now + 1]);
+        let cost = |(bucket, count): (usize, &u64)| {
+            let begin = bucket as u64 * width;
+            let count = if bucket < now { (*count).max(nearest) } else { *count };
             // Of the last one only its beginning is known.
-            let nearer = |than: i64| match bucket {
-                BUCKETS => 0,
-                _ => count * (than - begin).clamp(0, width) as u64 / width as u64,
+            let beyond = |than: u64| match bucket {
+                BUCKETS => count * u64::from(than < u64::MAX),
+                _ => count * (begin + width).saturating_sub(than).min(width) / width,
             };
-            let (resident, held) = (nearer(resident_more), nearer(resident_more + pool_pages));
-            let held = held.max(resident);
-            cost_ns += (count - resident) * FAULT_NS + (count - held) * self.read_ns;
-        }
-        cost_ns
+            beyond(resident) * FAULT_NS + beyond(held) * (self.read_ns + AROUND_READ_NS)
+        };
+        counts.iter().enumerate().map(cost).sum()
     }
 }
 
@@ -153,36 +162,57 @@ mod tests {
     use super::*;
 
     const RAM: u64 = 64 << 20;
+    const PAGES: u64 = RAM / 4096;
     /// Half of the memory, with pages a third of their size, as many again in the file.
-    const SPLIT: Split =
-        Split { ram_bytes: RAM, pool_bytes: RAM / 2, pool_pages: 24 << 10, file_pages: 24 << 10, read_ns: 80_000 };
+    const SPLIT: Split = Split {
+        ram_bytes: RAM,
+        ours_of_ram_bytes: RAM,
+        resident_pages: PAGES / 2,
+        pool_bytes: RAM / 2,
+        pool_pages: 24 << 10,
+        file_pages: 24 << 10,
+        read_ns: 80_000,
+    };
 
     fn after(faults: impl Iterator<Item = u64>, split: &Split) -> Option<u64> {
         let reuse = Reuse::new();
-        faults.for_each(|left_since| reuse.note(left_since, RAM));
+        faults.for_each(|back| reuse.note(back, RAM));
         reuse.best_share(split, 500)
     }
 
     #[test]
     fn a_working_set_that_would_fit_takes_the_pool_away() {
-        let pages = RAM / 4096;
-        assert_eq!(
-            after((0..1000).map(|nth| nth * pages / 4000), &SPLIT),
-            Some(250),
-            "a quarter more is all that it takes"
-        );
-        let near = (0..1000).map(|nth| if nth % 10 == 0 { 3 * pages } else { pages * 2 / 5 });
+        let up_to_three_quarters = (0..1000).map(|nth| PAGES / 2 + nth * PAGES / 4000);
+        assert_eq!(after(up_to_three_quarters, &SPLIT), Some(250), "a quarter more is all that it takes");
+        let near = (0..1000).map(|nth| if nth % 10 == 0 { 4 * PAGES } else { PAGES * 9 / 10 });
         assert_eq!(after(near, &SPLIT), Some(50), "some that are far cost less than all that are near");
     }
 
     #[test]
     fn a_program_that_goes_through_all_of_it_keeps_the_pool_if_the_disk_is_slow() {
-        let pages = RAM / 4096;
-        let scan = || (0..1000).map(|_| pages * 5 / 4);
+        let scan = || (0..1000).map(|_| PAGES * 7 / 4);
         let slow = Split { read_ns: READ_NS_MOST, ..SPLIT };
         assert_eq!(after(scan(), &slow), Some(500), "all of it is in the pool");
-        let farther = || (0..1000).map(|_| pages * 8 / 5);
+        let farther = || (0..1000).map(|_| PAGES * 41 / 20);
         assert_eq!(after(farther(), &slow), Some(600), "with a little more it would be");
+    }
+
+    #[test]
+    fn nothing_is_read_when_the_pool_holds_all_there_is() {
+        let few = Split { file_pages: 1 << 10, read_ns: READ_NS_MOST, ..SPLIT };
+        assert_eq!(after((0..1000).map(|_| 1 << 30), &few), Some(600), "however far back the pages are");
+    }
+
+    #[test]
+    fn faults_that_were_not_seen_lately_are_feared() {
+        let most = Split { resident_pages: PAGES * 9 / 10, pool_bytes: RAM / 10, pool_pages: 4 << 10, ..SPLIT };
+        let near = |nth: u64| if nth.is_multiple_of(2) { PAGES * 9 / 10 } else { 4 * PAGES };
+        let reuse = Reuse::new();
+        (0..1000).for_each(|nth| reuse.note(near(nth), RAM));
+        assert_eq!(reuse.best_share(&most, 100), Some(100), "more pool would push out what is as near");
+        let reuse = Reuse::new();
+        (0..1000).for_each(|_| reuse.note(PAGES * 17 / 10, RAM));
+        assert_eq!(reuse.best_share(&most, 100), Some(600), "unless nothing was that near");
     }
 
     #[test]

@@ -13,6 +13,10 @@
 //! So no decision is made twice: what happened between the two (munmap, mremap, madvise, another thread's fault) is in the page's word
 //! and slot when it is looked at again, as for any other fault.
 //!
+//! Where nobody else waits for the handler, and nobody else could, or the disk is fast ([`Spill::is_fast`]), it does the fetcher's work
+//! itself, and then looks at the fault again: to wake a fetcher, the program from there, and the handler once more took 150 us where
+//! the disk took 60.
+//!
 //! What the pool may use is adapted ([`Spill::set_limit`], [`crate::share`]). When nothing can be written (the file system is full, the disk failed) there is no
 //! limit on the pool, as without a spill, and it is tried again every second.
 //!
@@ -27,7 +31,7 @@ use crate::lock::{self, Mutex};
 use crate::memory::PAGE;
 use crate::pager::{Pager, clock_ns};
 use crate::process;
-use crate::share::{Reuse, SHARES, Split};
+use crate::share::{READ_NS_MOST, Reuse, SHARES, Split};
 use crate::shared::{Region, SpillNews, Totals};
 use crate::sys;
 use crate::uffd::Uffd;
@@ -50,6 +54,8 @@ pub const PARTS: usize = 4;
 pub const FETCHERS: usize = 4;
 /// Them, and the spiller.
 pub const THREADS: usize = FETCHERS + 1;
+/// Them, and the handler, which is the first.
+const READERS: usize = 1 + FETCHERS;
 /// Records ordered or read and not yet used: what some streams will ask for next.
 const ORDERS: usize = 32;
 /// Forks whose children may still read what this process wrote; with more of them, the last ones are waited for together.
@@ -108,6 +114,8 @@ struct Order {
     record: Option<Record>,
     /// Smaller is older.
     number: u64,
+    /// When it was ordered, if somebody waits for it.
+    asked_ns: Option<u64>,
 }
 
 struct Orders {
@@ -142,8 +150,8 @@ pub struct Spill {
     path: Box<[u8]>,
     orders: Mutex<Orders>,
     buffers: [UnsafeCell<Fetcher>; ORDERS],
-    /// Each fetcher's, and how many have theirs.
-    batches: [UnsafeCell<Batch>; FETCHERS],
+    /// The handler's, and each fetcher's; how many of those have theirs.
+    batches: [UnsafeCell<Batch>; READERS],
     fetchers: AtomicUsize,
     inline: Mutex<Inline>,
     /// The spiller's.
@@ -156,7 +164,8 @@ pub struct Spill {
     is_failing: AtomicBool,
     share: AtomicU64,
     reuse: Reuse,
-    /// What a read takes, lately.
+    /// What a read takes, lately: of the device, and until who waits for it has its page.
+    device_ns: AtomicU64,
     read_ns: AtomicU64,
     /// Pages written when the age last advanced.
     aged_at: AtomicU64,
@@ -259,7 +268,7 @@ impl Spill {
         // An image and the copies for it: docs/design/backing.md.
         let flight = if flown { self.files.segment_bytes * 21 / 10 } else { 0 };
         let touched = self.orders.lock().touched;
-        let batches = if touched > 0 { FETCHERS * Batch::BYTES } else { 0 };
+        let batches = if touched > 0 { READERS * Batch::BYTES } else { 0 };
         flight + (touched * 3 * PAGE + batches) as u64
     }
 
@@ -274,7 +283,7 @@ impl Spill {
     /// resident, so it goes with `1 - 1 / ratio`. A quarter of the way at each look.
     ///
     /// With several processes each takes its proportion of what is too much, and all of what is left.
-    pub fn set_limit(&self, store: &Store, pool: &Pool, region: &Region, totals: &Totals) {
+    pub fn set_limit(&self, store: &Store, pool: &Pool, region: &Region, totals: &Totals, resident_pages: u64) {
         if self.is_failing.load(Acquire) || !self.has_file() {
             return store.set_limit_bytes(u64::MAX);
         }
@@ -284,6 +293,8 @@ impl Spill {
         let mine = |bytes: u64| (u128::from(bytes) * u128::from(used) / u128::from(used_by_all)) as u64;
         let split = Split {
             ram_bytes,
+            ours_of_ram_bytes: mine(ram_bytes),
+            resident_pages,
             pool_bytes: stats.slot_bytes,
             pool_pages: stats.pages_stored().saturating_sub(stats.same_pages + stats.bd_count),
             file_pages: stats.bd_count,
@@ -313,9 +324,9 @@ impl Spill {
         store.set_limit_bytes(limit.max(store.limit_bytes().min(used + used / 7)));
     }
 
-    /// A fault on a stored page, after which so many others have left.
-    pub fn note_fault(&self, region: &Region, left_since: u64) {
-        self.reuse.note(left_since, region.header.ram_limit_bytes.load(Relaxed));
+    /// A fault on a stored page that was so many pages back.
+    pub fn note_fault(&self, region: &Region, back_pages: u64) {
+        self.reuse.note(back_pages, region.header.ram_limit_bytes.load(Relaxed));
     }
 
     /// Has the spiller look, if there is something for it to do; starts it, and the fetchers, the first time. Called by the
@@ -414,10 +425,10 @@ impl Spill {
     /// A fetcher's thread.
     pub fn run_fetcher(&self, uffd: Uffd) -> ! {
         // SAFETY: the number is this thread's alone.
-        let batch = unsafe { &mut *self.batches[self.fetchers.fetch_add(1, Relaxed)].get() };
+        let batch = unsafe { &mut *self.batches[1 + self.fetchers.fetch_add(1, Relaxed)].get() };
         loop {
             let seen = self.orders_bell.load(Acquire);
-            let (taken, are_left) = self.take_wanted(batch);
+            let (taken, are_left) = self.take_wanted(batch, None);
             if are_left {
                 // Another one begins with what lies elsewhere.
                 self.ring_for_orders();
@@ -427,21 +438,20 @@ impl Spill {
                 continue;
             }
             self.fetch(batch, &taken);
-            for page in taken.iter().flatten().map(|taken| taken.page as usize) {
-                // Whoever waits there faults again, and whoever does not has not heard.
-                uffd.wake(page * PAGE, PAGE);
-            }
+            wake(&taken, uffd, None);
         }
     }
 
-    /// Takes the oldest order that nobody has taken, and those whose records lie near its; whether there are others.
-    fn take_wanted(&self, batch: &mut Batch) -> ([Option<Taken>; ORDERS], bool) {
+    /// Takes the order of a page if nobody has, or else the oldest that nobody has taken, and those whose records lie near its; whether
+    /// there are others.
+    fn take_wanted(&self, batch: &mut Batch, page: Option<u64>) -> ([Option<Taken>; ORDERS], bool) {
         batch.clear();
         let (mut taken, mut places, mut wanted) = ([None; ORDERS], [(0, 0); ORDERS], 0);
         let mut orders = self.orders.lock();
         for (place, order) in orders.orders.iter().enumerate() {
             if order.progress == Progress::Wanted {
-                places[wanted] = (order.number, place);
+                let number = if Some(order.page) == page { 0 } else { order.number };
+                places[wanted] = (number, place);
                 wanted += 1;
             }
         }
@@ -462,10 +472,8 @@ impl Spill {
     fn fetch(&self, batch: &mut Batch, taken: &[Option<Taken>; ORDERS]) {
         let begun_ns = clock_ns();
         let are_read = self.backing.fetch_batch(batch).is_ok();
-        if are_read {
-            // A process that was stopped meanwhile has not read all the time.
-            let (took_ns, read_ns) = ((clock_ns() - begun_ns).min(READ_NS_MAX), self.read_ns.load(Relaxed));
-            self.read_ns.store((read_ns * 15 + took_ns) / 16, Relaxed);
+        if are_read && taken[0].is_some() {
+            note_time(&self.device_ns, begun_ns);
         }
         let mut progress = [Progress::Free; ORDERS];
         for Taken { place, record, .. } in taken.iter().flatten() {
@@ -509,8 +517,28 @@ impl Spill {
         orders.number += 1;
         let number = orders.number;
         orders.touched = orders.touched.max(place + 1);
-        orders.orders[place] = Order { progress: Progress::Wanted, page, record: Some(record), number };
+        let asked_ns = is_asked.then(clock_ns);
+        orders.orders[place] = Order { progress: Progress::Wanted, page, record: Some(record), number, asked_ns };
         true
+    }
+
+    /// Whether a read takes so little that others may wait for the handler meanwhile.
+    pub fn is_fast(&self) -> bool {
+        self.device_ns.load(Relaxed) < READ_NS_MOST / 2
+    }
+
+    /// Reads what was ordered for a page, and what lies near it. False if a fetcher is at it. Only the handler calls this.
+    pub fn fetch_for(&self, page: u64, uffd: Uffd) -> bool {
+        // SAFETY: the first is the handler's alone.
+        let batch = unsafe { &mut *self.batches[0].get() };
+        let (taken, are_left) = self.take_wanted(batch, Some(page));
+        if are_left {
+            self.ring_for_orders();
+        }
+        self.fetch(batch, &taken);
+        // The page itself is answered now.
+        wake(&taken, uffd, Some(page));
+        taken.iter().flatten().any(|taken| taken.page == page)
     }
 
     /// Whether a page's order has come to an end.
@@ -528,6 +556,9 @@ impl Spill {
             orders.orders.iter().position(|order| order.page == page && read(order)).map(|at| (at, orders.orders[at]))
         };
         let Some((place, order)) = found else { return Fetched::Not };
+        if let Some(asked_ns) = order.asked_ns {
+            note_time(&self.read_ns, asked_ns);
+        }
         let fetched = if order.progress == Progress::Ready {
             // SAFETY: the order was read: the handler alone has its buffer.
             let buffer = unsafe { &mut *self.buffers[place].get() };
@@ -572,6 +603,20 @@ impl Spill {
     }
 }
 
+/// Pages have been read. Whoever waits there faults again, and whoever does not has not heard.
+fn wake(taken: &[Option<Taken>; ORDERS], uffd: Uffd, but: Option<u64>) {
+    for page in taken.iter().flatten().map(|taken| taken.page).filter(|page| Some(*page) != but) {
+        uffd.wake(page as usize * PAGE, PAGE);
+    }
+}
+
+/// Something has taken until now: a sixteenth of what is believed that it takes.
+fn note_time(believed_ns: &AtomicU64, begun_ns: u64) {
+    // A process that was stopped meanwhile has not waited all the time.
+    let (took_ns, was_ns) = ((clock_ns() - begun_ns).min(READ_NS_MAX), believed_ns.load(Relaxed));
+    believed_ns.store((was_ns * 15 + took_ns) / 16, Relaxed);
+}
+
 /// What there is of a spill before its pool.
 pub struct SpillParts {
     /// The pool's.
@@ -583,13 +628,13 @@ pub struct SpillParts {
 impl SpillParts {
     /// All of it, with the buffers of its threads.
     pub fn finish(self, worker: impl Fn() -> Result<Worker, StoreError>) -> Result<Spill, StoreError> {
-        let order = Order { progress: Progress::Free, page: 0, record: None, number: 0 };
+        let order = Order { progress: Progress::Free, page: 0, record: None, number: 0, asked_ns: None };
         // All of them, or none.
         let mut buffers = [const { None }; ORDERS];
         for buffer in &mut buffers {
             *buffer = Some(Fetcher::new()?);
         }
-        let mut batches = [const { None }; FETCHERS];
+        let mut batches = [const { None }; READERS];
         for batch in &mut batches {
             *batch = Some(Batch::new()?);
         }
@@ -610,6 +655,7 @@ impl SpillParts {
             is_failing: AtomicBool::new(false),
             share: AtomicU64::new(SHARE_FIRST),
             reuse: Reuse::new(),
+            device_ns: AtomicU64::new(READ_NS_FIRST),
             read_ns: AtomicU64::new(READ_NS_FIRST),
             aged_at: AtomicU64::new(0),
             holds: Mutex::new([const { None }; HOLDS]),

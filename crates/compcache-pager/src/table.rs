@@ -23,6 +23,7 @@
 //! The tree has three levels of 512 under a root of 512 (48-bit addresses); nodes come from one mapped range and are
 //! never given back: 2 KiB for each 2 MiB of addresses that were ever evicted from, 0.1 %.
 
+use crate::distance::Out;
 use crate::memory;
 use crate::sys::Errno;
 
@@ -117,14 +118,16 @@ pub struct PageTable {
     /// Nodes that may be touched.
     opened: u32,
     capacity: u32,
+    /// Of the pages that are stored.
+    out: Out,
 }
 
 // SAFETY: the table owns its mapping; it is reached under the pager's lock.
 unsafe impl Send for PageTable {}
 
 impl PageTable {
-    /// An empty table.
-    pub fn new() -> Result<PageTable, Errno> {
+    /// An empty table, for a memory of so many pages.
+    pub fn new(ram_pages: u64) -> Result<PageTable, Errno> {
         let mut bytes = NODES_BYTES;
         let nodes = loop {
             match memory::reserve(bytes) {
@@ -134,7 +137,13 @@ impl PageTable {
             }
         };
         // Number 0 is "no child"; the root is 1.
-        let mut table = PageTable { nodes, used: 2, opened: 0, capacity: (bytes / size_of::<Node>()) as u32 };
+        let mut table = PageTable {
+            nodes,
+            used: 2,
+            opened: 0,
+            capacity: (bytes / size_of::<Node>()) as u32,
+            out: Out::new(ram_pages),
+        };
         if table.open_more() { Ok(table) } else { Err(Errno::ENOMEM) }
     }
 
@@ -203,7 +212,8 @@ impl PageTable {
                 fresh
             };
         }
-        self.node_mut(number)[page as usize % FANOUT] = word.0;
+        let was = core::mem::replace(&mut self.node_mut(number)[page as usize % FANOUT], word.0);
+        self.out.note(Word(was), word);
         true
     }
 
@@ -211,6 +221,11 @@ impl PageTable {
     pub fn update(&mut self, page: u64, word: Word) {
         let kept = self.set(page, word);
         debug_assert!(kept, "a page with a word has a leaf");
+    }
+
+    /// How many pages are stored that left after this one.
+    pub fn left_after(&self, word: Word) -> u64 {
+        self.out.left_after(word.payload())
     }
 
     /// The first page at or after `page` that may have a word, and before `end`: absent subtrees are skipped.
@@ -248,7 +263,7 @@ mod tests {
 
     #[test]
     fn a_page_reads_as_it_was_set_and_its_neighbours_are_unknown() {
-        let mut table = PageTable::new().unwrap();
+        let mut table = PageTable::new(1 << 14).unwrap();
         for page in [0, 1, 511, 512, 1 << 20, PAGES - 1] {
             assert!(table.set(page, Word::new(Phase::Stored).with_payload(page as u32 & 0xffff)));
         }
@@ -259,7 +274,7 @@ mod tests {
 
     #[test]
     fn a_search_for_known_pages_skips_what_was_never_set() {
-        let mut table = PageTable::new().unwrap();
+        let mut table = PageTable::new(1 << 14).unwrap();
         assert!(table.set(1 << 33, Word::new(Phase::Stored)));
         let found = table.next_known(0, PAGES).unwrap();
         assert!(found <= 1 << 33 && (1 << 33) - found < FANOUT as u64);
