@@ -3,6 +3,7 @@
 //! In three steps, the lock held in the first and the last: a fault on a page in work copies it from its frame, and that
 //! is noticed at the end.
 
+use crate::distance;
 use crate::memory::PAGE;
 use crate::pager::{Pager, State};
 use crate::process;
@@ -86,7 +87,7 @@ pub fn settle(pager: &Pager, state: &mut State, batch: &Batch) {
     }
     // As they are called now: a page may have been moved meanwhile.
     let pages = state.staging.groups[group].pages;
-    let clock = (state.eviction_clock >> 6) as u32 & 0xff_ffff;
+    let clock = distance::tick(state.eviction_clock);
     for place in (0..GROUP).filter(|place| taken >> place & 1 == 1) {
         let (page, frame) = (pages[place], (group * GROUP + place) as Frame);
         let object = PageIndex(process::page_of(state.staging.address(frame)));

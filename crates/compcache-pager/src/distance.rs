@@ -14,9 +14,19 @@ use crate::table::{Phase, Word};
 const ERAS: usize = 512;
 /// They reach back as far as so many evictions for each page that the memory holds.
 const EVICTIONS_OF_RAM: u64 = 8;
-/// Evictions between two ticks of the eviction clock, and how far that counts.
-pub const TICK: u64 = 64;
-pub const TICKS_MAX: u32 = 0xff_ffff;
+/// Evictions between two ticks of the clock whose time a stored page's word keeps, and how far that counts.
+const TICK: u64 = 64;
+const TICKS_MAX: u32 = 0xff_ffff;
+
+/// The clock's time after so many evictions.
+pub fn tick(evictions: u64) -> u32 {
+    (evictions / TICK) as u32 & TICKS_MAX
+}
+
+/// Evictions since a tick, to some dozens.
+pub fn evictions_since(tick: u32, evictions: u64) -> u64 {
+    u64::from(self::tick(evictions).wrapping_sub(tick) & TICKS_MAX) * TICK
+}
 
 /// The pages that are out, by when they left.
 pub struct Out {

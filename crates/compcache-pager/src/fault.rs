@@ -11,6 +11,7 @@
 use crate::compress;
 use crate::copies;
 use crate::cpus::Follower;
+use crate::distance;
 use crate::fork;
 use crate::lock::{self, Guard};
 use crate::memory::PAGE;
@@ -749,7 +750,7 @@ fn behind_present(state: &State, at: u64, step: i64) -> u64 {
 
 /// How many pages have left since the one of this word was stored, to some dozens.
 fn left_since(state: &State, word: Word) -> u64 {
-    ((state.eviction_clock >> 6).wrapping_sub(u64::from(word.payload())) & 0xff_ffff) << 6
+    distance::evictions_since(word.payload(), state.eviction_clock)
 }
 
 /// How many pages of a run are in the pool, or read from the spill file, nearest first.

@@ -42,6 +42,8 @@ const FAULTS_MOST: u64 = 4096;
 const FAULT_NS: u64 = 20_000;
 /// What a read costs besides: the page was written before.
 const AROUND_READ_NS: u64 = 20_000;
+/// What the pool uses of its share: more than 85 % leaves, down to 75 %, and of each span a little is empty.
+const USED_PERCENT: u64 = 75;
 /// It is thought about again when so many more have come: it takes some microseconds, and is asked for every millisecond.
 const FAULTS_BETWEEN: u32 = 16;
 /// Where a read takes longer, nothing is derived.
@@ -135,7 +137,7 @@ impl Split {
         // Never more than it needs for all pages.
         let all_pages = self.pool_pages + self.file_pages;
         let all_bytes = self.pool_bytes.saturating_mul(all_pages) / self.pool_pages;
-        let pool_bytes = (self.ours_of_ram_bytes / 1000 * share).min(all_bytes);
+        let pool_bytes = (self.ours_of_ram_bytes / 1000 * share / 100 * USED_PERCENT).min(all_bytes);
         let pool_pages = (pool_bytes * self.pool_pages).checked_div(self.pool_bytes).unwrap_or(0);
         let freed = (self.pool_bytes as i64 - pool_bytes as i64) / PAGE as i64;
         let resident = self.resident_pages.saturating_add_signed(freed);
@@ -163,14 +165,14 @@ mod tests {
 
     const RAM: u64 = 64 << 20;
     const PAGES: u64 = RAM / 4096;
-    /// Half of the memory, with pages a third of their size, as many again in the file.
+    /// What the pool uses with half of the memory, with pages a third of their size, as many again in the file.
     const SPLIT: Split = Split {
         ram_bytes: RAM,
         ours_of_ram_bytes: RAM,
         resident_pages: PAGES / 2,
-        pool_bytes: RAM / 2,
-        pool_pages: 24 << 10,
-        file_pages: 24 << 10,
+        pool_bytes: RAM * 3 / 8,
+        pool_pages: 18 << 10,
+        file_pages: 18 << 10,
         read_ns: 80_000,
     };
 
@@ -183,17 +185,17 @@ mod tests {
     #[test]
     fn a_working_set_that_would_fit_takes_the_pool_away() {
         let up_to_three_quarters = (0..1000).map(|nth| PAGES / 2 + nth * PAGES / 4000);
-        assert_eq!(after(up_to_three_quarters, &SPLIT), Some(250), "a quarter more is all that it takes");
-        let near = (0..1000).map(|nth| if nth % 10 == 0 { 4 * PAGES } else { PAGES * 9 / 10 });
+        assert_eq!(after(up_to_three_quarters, &SPLIT), Some(150), "a quarter more is all that it takes");
+        let near = (0..1000).map(|nth| if nth % 10 == 0 { 4 * PAGES } else { PAGES * 4 / 5 });
         assert_eq!(after(near, &SPLIT), Some(50), "some that are far cost less than all that are near");
     }
 
     #[test]
     fn a_program_that_goes_through_all_of_it_keeps_the_pool_if_the_disk_is_slow() {
-        let scan = || (0..1000).map(|_| PAGES * 7 / 4);
+        let scan = || (0..1000).map(|_| PAGES * 3 / 2);
         let slow = Split { read_ns: READ_NS_MOST, ..SPLIT };
         assert_eq!(after(scan(), &slow), Some(500), "all of it is in the pool");
-        let farther = || (0..1000).map(|_| PAGES * 41 / 20);
+        let farther = || (0..1000).map(|_| PAGES * 27 / 16);
         assert_eq!(after(farther(), &slow), Some(600), "with a little more it would be");
     }
 
@@ -206,13 +208,13 @@ mod tests {
     #[test]
     fn faults_that_were_not_seen_lately_are_feared() {
         let most = Split { resident_pages: PAGES * 9 / 10, pool_bytes: RAM / 10, pool_pages: 4 << 10, ..SPLIT };
-        let near = |nth: u64| if nth.is_multiple_of(2) { PAGES * 9 / 10 } else { 4 * PAGES };
+        let near = |nth: u64| if nth % 7 < 5 { PAGES * 9 / 10 } else { PAGES * 8 / 5 };
         let reuse = Reuse::new();
         (0..1000).for_each(|nth| reuse.note(near(nth), RAM));
-        assert_eq!(reuse.best_share(&most, 100), Some(100), "more pool would push out what is as near");
+        assert_eq!(reuse.best_share(&most, 150), Some(50), "more pool would push out what is as near");
         let reuse = Reuse::new();
-        (0..1000).for_each(|_| reuse.note(PAGES * 17 / 10, RAM));
-        assert_eq!(reuse.best_share(&most, 100), Some(600), "unless nothing was that near");
+        (0..1000).for_each(|_| reuse.note(PAGES * 8 / 5, RAM));
+        assert_eq!(reuse.best_share(&most, 150), Some(600), "unless nothing was that near");
     }
 
     #[test]
