@@ -88,6 +88,7 @@ pub fn settle(pager: &Pager, state: &mut State, batch: &Batch) {
     // As they are called now: a page may have been moved meanwhile.
     let pages = state.staging.groups[group].pages;
     let clock = distance::tick(state.eviction_clock);
+    state.table.pass_to(clock);
     for place in (0..GROUP).filter(|place| taken >> place & 1 == 1) {
         let (page, frame) = (pages[place], (group * GROUP + place) as Frame);
         let object = PageIndex(process::page_of(state.staging.address(frame)));

@@ -12,7 +12,7 @@ use crate::table::{Phase, Word};
 
 /// Times that are told apart; what left before them was long ago.
 const ERAS: usize = 512;
-/// They reach back as far as so many evictions for each page that the memory holds.
+/// They reach back as far as so many evictions for each page that the memory holds; with more than 64 GiB not quite.
 const EVICTIONS_OF_RAM: u64 = 8;
 /// Evictions between two ticks of the clock whose time a stored page's word keeps, and how far that counts.
 const TICK: u64 = 64;
@@ -51,7 +51,6 @@ impl Out {
             *count = count.saturating_sub(1);
         }
         if is.phase() == Phase::Stored {
-            self.pass_to(is.payload());
             *self.count(is.payload()) += 1;
         }
     }
@@ -72,18 +71,15 @@ impl Out {
         }
     }
 
-    /// Eras come, and as many of the oldest are long ago.
-    fn pass_to(&mut self, tick: u32) {
+    /// It is so late now: as many eras as have come, as many of the oldest are long ago. Before any page leaves at that time.
+    pub fn pass_to(&mut self, tick: u32) {
         let mask = TICKS_MAX >> self.shift;
-        let ahead = (tick >> self.shift).wrapping_sub(self.newest) & mask;
-        if ahead > mask / 2 {
-            // It has moved, and left before.
-            return;
+        let come = (tick >> self.shift).wrapping_sub(self.newest) & mask;
+        for era in 0..come.min(ERAS as u32) {
+            let oldest = (self.newest + 1 + era) as usize % ERAS;
+            self.long_ago += core::mem::take(&mut self.counts[oldest]);
         }
-        for _ in 0..ahead {
-            self.newest = (self.newest + 1) & mask;
-            self.long_ago += core::mem::take(&mut self.counts[self.newest as usize % ERAS]);
-        }
+        self.newest = tick >> self.shift;
     }
 
     fn eras_since(&self, tick: u32) -> u32 {
@@ -100,6 +96,7 @@ mod tests {
     }
 
     fn left(out: &mut Out, tick: u32) {
+        out.pass_to(tick);
         out.note(Word::UNKNOWN, stored(tick));
     }
 

@@ -72,7 +72,7 @@ pub struct Handler {
 /// How an attempt to answer went.
 enum Answer {
     Done,
-    /// An event is pending: read it, then decide afresh.
+    /// An event is pending, or the page has been read from the spill file: read what events there are, then decide afresh.
     Again,
 }
 
@@ -415,7 +415,7 @@ impl Handler {
                 let from = (at as i64 + window.step * pages as i64) as u64;
                 let ordered = self.order(pager, &state, page, from, &window);
                 if pages == 0 && asked {
-                    return self.await_order(pager, channel, state, page, window, from == page && ordered > 0);
+                    return self.await_order(pager, channel, state, page, window, ordered > 0);
                 }
                 ring_for(pager, ordered);
             }
@@ -472,8 +472,8 @@ impl Handler {
         ordered
     }
 
-    /// The page that was asked for is to be read: by this thread, if no other fault waits for it and none can come, or it takes little.
-    /// Otherwise its fault comes again when it is there, and if there was no room for the order, soon.
+    /// The page that was asked for is to be read: by this thread, if no other fault waits, nobody forks, and either the program has one thread
+    /// or the disk is fast. Otherwise its fault comes again when it is there, and if there was no room for the order, soon.
     fn await_order<'a>(
         &mut self,
         pager: &'a Pager,
@@ -485,7 +485,7 @@ impl Handler {
     ) -> (Guard<'a, Box<State>>, Answer) {
         self.awaited[self.awaited_next % AWAITED] = Some((page, window));
         self.awaited_next += 1;
-        let is_alone = self.pending_len == 0 && self.early.is_empty();
+        let is_alone = self.pending_len == 0 && self.early.is_empty() && !pager.fork_turn.wants_to_freeze();
         match pager.spill.as_ref().filter(|spill| is_alone && (spill.is_fast() || !pager.has_many_threads())) {
             Some(spill) if is_ordered => {
                 state.under_way += 1;

@@ -13,7 +13,7 @@
 //! | farther, unless the pool would hold all there is     | a fault, and a read        |
 //!
 //! With less resident than now, faults come that nobody has seen lately; there are taken to be at least as many of them as of those that
-//! were nearest. Where a read costs as much as dozens of faults ([`READ_NS_MOST`]) an estimate that is wrong would be
+//! were nearest. Where the disk takes as long for a read as dozens of faults take ([`READ_NS_MOST`]) an estimate that is wrong would be
 //! dear, and the share goes by how well pages compress instead.
 //!
 //! # Source
@@ -46,8 +46,8 @@ const AROUND_READ_NS: u64 = 20_000;
 const USED_PERCENT: u64 = 75;
 /// It is thought about again when so many more have come: it takes some microseconds, and is asked for every millisecond.
 const FAULTS_BETWEEN: u32 = 16;
-/// Where a read takes longer, nothing is derived.
-pub const READ_NS_MOST: u64 = 400_000;
+/// Where the disk takes longer for a read, nothing is derived.
+const READ_NS_MOST: u64 = 400_000;
 /// A share is changed for what would have cost at least a tenth less.
 const GAIN_PART: u64 = 10;
 
@@ -73,9 +73,13 @@ pub struct Split {
     pub pool_bytes: u64,
     /// See above.
     pub pool_pages: u64,
+    /// Pages that are one word again and again, which take nothing.
+    pub same_pages: u64,
     /// Pages in the file.
     pub file_pages: u64,
-    /// What a read of one takes, until who waits for it has it.
+    /// What a read of one takes: of the disk, and until who waits for it has it.
+    pub device_ns: u64,
+    /// See above.
     pub read_ns: u64,
 }
 
@@ -104,7 +108,7 @@ impl Reuse {
     fn think(&self, split: &Split, now: u64) -> Option<u64> {
         let counts = self.counts.each_ref().map(|count| u64::from(count.load(Relaxed)));
         let faults: u64 = counts.iter().sum();
-        if faults < FAULTS_LEAST || split.pool_pages == 0 || split.read_ns > READ_NS_MOST {
+        if faults < FAULTS_LEAST || split.pool_pages == 0 || split.device_ns > READ_NS_MOST {
             return None;
         }
         if faults > FAULTS_MOST {
@@ -138,10 +142,10 @@ impl Split {
         let all_pages = self.pool_pages + self.file_pages;
         let all_bytes = self.pool_bytes.saturating_mul(all_pages) / self.pool_pages;
         let pool_bytes = (self.ours_of_ram_bytes / 1000 * share / 100 * USED_PERCENT).min(all_bytes);
-        let pool_pages = (pool_bytes * self.pool_pages).checked_div(self.pool_bytes).unwrap_or(0);
+        let pool_pages = u128::from(pool_bytes) * u128::from(self.pool_pages) / u128::from(self.pool_bytes.max(1));
         let freed = (self.pool_bytes as i64 - pool_bytes as i64) / PAGE as i64;
         let resident = self.resident_pages.saturating_add_signed(freed);
-        let held = if pool_bytes == all_bytes { u64::MAX } else { resident + pool_pages };
+        let held = if pool_bytes == all_bytes { u64::MAX } else { resident + self.same_pages + pool_pages as u64 };
         // Of what is resident now little is known: as many as in the bucket it ends in, at least.
         let now = ((self.resident_pages / width) as usize).min(BUCKETS - 1);
         let nearest = counts[now].max(counts[now + 1]);
@@ -172,7 +176,9 @@ mod tests {
         resident_pages: PAGES / 2,
         pool_bytes: RAM * 3 / 8,
         pool_pages: 18 << 10,
+        same_pages: 0,
         file_pages: 18 << 10,
+        device_ns: 60_000,
         read_ns: 80_000,
     };
 
@@ -221,7 +227,7 @@ mod tests {
     fn little_that_is_known_changes_nothing() {
         assert_eq!(after(0..FAULTS_LEAST - 1, &SPLIT), None);
         assert_eq!(after((0..100).map(|_| 1 << 30), &SPLIT), Some(500), "no share helps");
-        assert_eq!(after(0..1000, &Split { read_ns: READ_NS_MOST + 1, ..SPLIT }), None, "a slow disk");
+        assert_eq!(after(0..1000, &Split { device_ns: READ_NS_MOST + 1, ..SPLIT }), None, "a slow disk");
         assert_eq!(after(0..1000, &Split { pool_pages: 0, pool_bytes: 0, ..SPLIT }), None);
     }
 

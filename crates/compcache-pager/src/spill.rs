@@ -13,9 +13,9 @@
 //! So no decision is made twice: what happened between the two (munmap, mremap, madvise, another thread's fault) is in the page's word
 //! and slot when it is looked at again, as for any other fault.
 //!
-//! Where nobody else waits for the handler, and nobody else could, or the disk is fast ([`Spill::is_fast`]), it does the fetcher's work
-//! itself, and then looks at the fault again: to wake a fetcher, the program from there, and the handler once more took 150 us where
-//! the disk took 60.
+//! Where no other fault waits for the handler, and either the program has one thread or the disk is fast ([`Spill::is_fast`]), it does the
+//! fetcher's work itself, and then looks at the fault again: to wake a fetcher, the program from there, and the handler once more takes
+//! longer than a fast disk (docs/decisions/0027).
 //!
 //! What the pool may use is adapted ([`Spill::set_limit`], [`crate::share`]). When nothing can be written (the file system is full, the disk failed) there is no
 //! limit on the pool, as without a spill, and it is tried again every second.
@@ -31,7 +31,7 @@ use crate::lock::{self, Mutex};
 use crate::memory::PAGE;
 use crate::pager::{Pager, clock_ns};
 use crate::process;
-use crate::share::{READ_NS_MOST, Reuse, SHARES, Split};
+use crate::share::{Reuse, SHARES, Split};
 use crate::shared::{Region, SpillNews, Totals};
 use crate::sys;
 use crate::uffd::Uffd;
@@ -73,7 +73,10 @@ const SHARE_FIRST: u64 = 300;
 const SHARE_LEAST: u64 = 150;
 /// What a read takes before one was seen.
 const READ_NS_FIRST: u64 = 100_000;
-const READ_NS_MAX: u64 = 1_000_000_000;
+/// Longer than this is long; and who was stopped meanwhile, or had to wait for room as well, has not waited for a read all the time.
+const READ_NS_MAX: u64 = 1_000_000;
+/// The handler reads itself where the disk takes less, though others may have to wait for it.
+const FAST_NS: u64 = 200_000;
 /// Below this nothing is known of how well the pages compress.
 const KNOWN_BYTES: u64 = 256 << 10;
 /// Between two attempts when nothing can be written.
@@ -88,9 +91,9 @@ const AGE_SHARE: u64 = 16;
 enum Progress {
     /// Nobody.
     Free,
-    /// The next fetcher.
+    /// Whoever reads next.
     Wanted,
-    /// A fetcher.
+    /// A fetcher, or the handler.
     Reading,
     /// The handler: the record is there.
     Ready,
@@ -98,7 +101,7 @@ enum Progress {
     Failed,
 }
 
-/// An order, and where it stands, for the fetcher that has taken it.
+/// An order, and where it stands, for who has taken it.
 #[derive(Clone, Copy)]
 struct Taken {
     place: usize,
@@ -114,7 +117,7 @@ struct Order {
     record: Option<Record>,
     /// Smaller is older.
     number: u64,
-    /// When it was ordered, if somebody waits for it.
+    /// When somebody ordered it who waits for it; not if it was ordered ahead.
     asked_ns: Option<u64>,
 }
 
@@ -182,7 +185,7 @@ pub struct Spill {
     handed_inode: [AtomicU64; PARTS],
 }
 
-// SAFETY: a buffer is used by the one thread that the progress of its order names, a batch by its fetcher; all else is atomics, locks, and data that
+// SAFETY: a buffer is used by the one thread that the progress of its order names, a batch by the one thread it is for; all else is atomics, locks, and data that
 // is only read.
 unsafe impl Sync for Spill {}
 // SAFETY: as above.
@@ -289,7 +292,8 @@ impl Spill {
         }
         let (stats, share) = (pool.stats(), self.share.load(Relaxed));
         let ram_bytes = region.header.ram_limit_bytes.load(Relaxed);
-        let (used, used_by_all) = (store.mem_used_total_bytes(), totals.mem_used_total_bytes.max(1));
+        let used = store.mem_used_total_bytes();
+        let used_by_all = totals.mem_used_total_bytes.max(used).max(1);
         let mine = |bytes: u64| (u128::from(bytes) * u128::from(used) / u128::from(used_by_all)) as u64;
         let split = Split {
             ram_bytes,
@@ -297,7 +301,9 @@ impl Spill {
             resident_pages,
             pool_bytes: stats.slot_bytes,
             pool_pages: stats.pages_stored().saturating_sub(stats.same_pages + stats.bd_count),
+            same_pages: stats.same_pages,
             file_pages: stats.bd_count,
+            device_ns: self.device_ns.load(Relaxed),
             read_ns: self.read_ns.load(Relaxed),
         };
         // With a limit of its own what is resident would not grow by what the pool had less.
@@ -442,8 +448,8 @@ impl Spill {
         }
     }
 
-    /// Takes the order of a page if nobody has, or else the oldest that nobody has taken, and those whose records lie near its; whether
-    /// there are others.
+    /// Takes the order of a page, or the oldest that nobody has taken, and those whose records lie near its; whether there are others. If
+    /// somebody has taken the page's, none.
     fn take_wanted(&self, batch: &mut Batch, page: Option<u64>) -> ([Option<Taken>; ORDERS], bool) {
         batch.clear();
         let (mut taken, mut places, mut wanted) = ([None; ORDERS], [(0, 0); ORDERS], 0);
@@ -456,6 +462,9 @@ impl Spill {
             }
         }
         places[..wanted].sort_unstable();
+        if page.is_some() && places[0].0 != 0 {
+            return (taken, wanted > 0);
+        }
         let mut count = 0;
         for (_, place) in &places[..wanted] {
             let order = &mut orders.orders[*place];
@@ -524,10 +533,11 @@ impl Spill {
 
     /// Whether a read takes so little that others may wait for the handler meanwhile.
     pub fn is_fast(&self) -> bool {
-        self.device_ns.load(Relaxed) < READ_NS_MOST / 2
+        self.device_ns.load(Relaxed) < FAST_NS
     }
 
-    /// Reads what was ordered for a page, and what lies near it. False if a fetcher is at it. Only the handler calls this.
+    /// Reads what was ordered for a page, and what lies near it. False if a fetcher is at it, or has read it just now: it wakes who
+    /// waits. Only the handler calls this.
     pub fn fetch_for(&self, page: u64, uffd: Uffd) -> bool {
         // SAFETY: the first is the handler's alone.
         let batch = unsafe { &mut *self.batches[0].get() };
@@ -612,7 +622,6 @@ fn wake(taken: &[Option<Taken>; ORDERS], uffd: Uffd, but: Option<u64>) {
 
 /// Something has taken until now: a sixteenth of what is believed that it takes.
 fn note_time(believed_ns: &AtomicU64, begun_ns: u64) {
-    // A process that was stopped meanwhile has not waited all the time.
     let (took_ns, was_ns) = ((clock_ns() - begun_ns).min(READ_NS_MAX), believed_ns.load(Relaxed));
     believed_ns.store((was_ns * 15 + took_ns) / 16, Relaxed);
 }

@@ -223,6 +223,11 @@ impl PageTable {
         debug_assert!(kept, "a page with a word has a leaf");
     }
 
+    /// Pages will leave at this time of the eviction clock.
+    pub fn pass_to(&mut self, tick: u32) {
+        self.out.pass_to(tick);
+    }
+
     /// How many pages are stored that left after this one.
     pub fn left_after(&self, word: Word) -> u64 {
         self.out.left_after(word.payload())
