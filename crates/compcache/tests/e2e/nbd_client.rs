@@ -17,7 +17,7 @@ orig_data_size() { compcache disk show --json d | tr ',' '\n' | grep orig_data_s
 gone() { for i in 1 2 3 4 5 6 7 8 9 10; do nbd-client -c "$1" >/dev/null || return 0; sleep 1; done; return 1; }
 mkdir -p /run /mnt; ip link set lo up
 export COMPCACHE_SOCKET=/run/control
-compcache serve --memory 256M &
+compcache serve --memory 256M & server=$!
 while [ ! -S /run/control ]; do sleep 0.1; done
 
 step create compcache disk create --name d --size 96M --transport nbd
@@ -45,14 +45,18 @@ step gone gone /dev/nbd0
 step remove compcache disk rm d
 
 step create-tcp compcache disk create --name t --size 16M --nbd-tcp 10809
-step connect-tcp nbd-client 127.0.0.1 10809 /dev/nbd0 -N t -b 4096
+step connect-tcp nbd-client 127.0.0.1 10809 /dev/nbd0 -N t -b 4096 -timeout 5
 dd if=/dev/urandom of=/noise bs=1M count=16 2>/dev/null
 step write dd if=/noise of=/dev/nbd0 bs=1M oflag=direct
 step drop sh -c 'echo 3 >/proc/sys/vm/drop_caches'
 step compare cmp /noise /dev/nbd0
-# A server that is killed: its client is told, and does not wait for ever.
-kill -9 $!
-timeout 20 dd if=/dev/nbd0 of=/dev/null bs=4k count=1 iflag=direct 2>/dev/null; status=$?
+# A server that is killed with a request on its way: its client is told, and does not wait for ever. Without -timeout it would:
+# Linux sends no request again that a connection took with it.
+kill -STOP $server
+timeout 60 dd if=/dev/nbd0 of=/dev/null bs=4k count=1 iflag=direct 2>/dev/null & reader=$!
+sleep 1
+kill -9 $server
+wait $reader; status=$?
 echo "after the death: $status"
 "#;
 
