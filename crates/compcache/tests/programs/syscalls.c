@@ -19,12 +19,16 @@ static struct area area;
 static size_t next_page, given, absent;
 static const char *directory;
 
-/* The next run of cold pages. Their contents are of generation 1 until something is read into them. */
+/*
+ * The next run of cold pages. Their contents are of generation 1 until something is read into them. What was read ahead when
+ * the run before was touched leaves again.
+ */
 static unsigned char *cold(size_t pages)
 {
 	MUST(next_page + pages <= area.pages);
 	unsigned char *at = area.at + next_page * PAGE;
 	next_page += pages;
+	if (present_pages(at, pages) > (long)pages / 2) push_out(at, pages);
 	long present = present_pages(at, pages);
 	given += pages;
 	if (present >= 0) absent += pages - (size_t)present;

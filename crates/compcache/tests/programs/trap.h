@@ -265,9 +265,10 @@ static UNUSED void filler_walk(void)
 }
 
 /*
- * Makes these pages cold. Under a pager it goes on until at most a quarter of them are present, and fails after some
- * seconds when TRAP_EXPECT_EVICTION is set; without a pager it walks once. Pages that another process shares since a
- * fork need not leave: nothing would be gained.
+ * Makes these pages cold. Under a pager it goes on until at most a quarter of them are present, and fails after many walks
+ * and some seconds when TRAP_EXPECT_EVICTION is set; without a pager it walks once. What is not the walked memory's own takes
+ * its turn by chance, one page in some thirty, so that most leave within ten walks, few need a hundred. Pages that another
+ * process shares since a fork need not leave: nothing would be gained.
  */
 static UNUSED void push_out(const void *at, size_t pages)
 {
@@ -282,7 +283,7 @@ static UNUSED void push_out(const void *at, size_t pages)
 		if (walks > 10) sleep_ms(50);
 		long present = pages_that_are(PRESENT | EXCLUSIVE, at, pages);
 		if (present < 0 || (size_t)present <= pages / 4) return;
-		if (seconds_now() - start > 20)
+		if (seconds_now() - start > 20 && walks > 300)
 			die("NOT EVICTED: %ld of %zu pages at %p stay in memory (pid %d)", present, pages, at, getpid());
 	}
 }
