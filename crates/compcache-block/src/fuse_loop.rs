@@ -31,7 +31,8 @@
 //! fuser makes none for reads, writes, FSYNC and FALLOCATE either. It takes 16 MiB of address space a thread, of which
 //! 256 KiB are used.
 //!
-//! **Waking.** A thread that has answered looks for the next request a moment before it sleeps (linger.rs).
+//! **Waking.** A thread that has answered looks for the next request a moment before it sleeps, and the others leave it to that one
+//! ([`Linger`]).
 //!
 //! **Errors.** On the file the errno is the device's. The kernel's block layer has fewer: a read or a write through
 //! `/dev/loopN` fails with ENOSPC or ENOMEM where the device says so, and with EIO for most else; a flush, a discard and
@@ -56,7 +57,6 @@ mod clean;
 mod error;
 mod file;
 mod lanes;
-mod linger;
 mod loop_device;
 mod namespace;
 mod place;
@@ -71,6 +71,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+use compcache_fuse::Linger;
 use fuser::{BackgroundSession, Config, Session, SessionACL};
 use rustix::process::{getgid, getuid};
 use rustix::thread::{CapabilitySet, capabilities};
@@ -84,7 +85,6 @@ pub use crate::node::Holder;
 use crate::device::BlockDevice;
 use file::OneFile;
 use lanes::Lanes;
-use linger::Linger;
 use loop_device::{CONTROL, LoopDevice};
 use place::Place;
 use waiting::Waiters;

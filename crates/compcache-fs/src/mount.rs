@@ -4,15 +4,16 @@ use std::ffi::CString;
 use std::fs::{self, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::num::NonZeroUsize;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
 use compcache_cache::Cache;
+use compcache_fuse::Linger;
 use compcache_store::Codec;
 use fuser::{BackgroundSession, Config, MountOption, Notifier, Session, SessionACL};
 use rustix::fs::{StatVfsMountFlags, fstatvfs};
@@ -129,6 +130,7 @@ impl Mount {
         let watches = if options.watch { Some(watched(&notices)?) } else { None };
         let cache = Cache::new(options.memory_bytes, options.codec);
         let cache = Arc::new(cache.map_err(|error| FsError::Memory { error })?);
+        let linger = Arc::new(OnceLock::new());
         let tree = Tree::new(Parts {
             inodes: inodes.clone(),
             cache: cache.clone(),
@@ -136,11 +138,15 @@ impl Mount {
             remembered: options.remembered,
             watches,
             notices,
+            linger: linger.clone(),
         });
         let session = connect(tree, options, &source, &target, limits);
         let session = session.map_err(|error| FsError::Mount { path: target.clone(), error })?;
         // Undone from here on if something fails.
         let mut mount = Mount { session: None, target, mounted: true };
+        if let Ok(connection) = session.as_fd().try_clone_to_owned() {
+            linger.get_or_init(|| Linger::new(connection));
+        }
         let notifier = session.notifier();
         let started = thread::Builder::new().name("notices".into()).spawn(move || tell(&heard, &notifier, &inodes));
         started.map_err(|error| FsError::Thread { error })?;

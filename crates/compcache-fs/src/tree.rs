@@ -24,11 +24,12 @@ mod xattrs;
 
 use std::ffi::OsStr;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use compcache_cache::Cache;
+use compcache_fuse::{AfterThis, Linger};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, FileHandle, Filesystem, Generation, INodeNo, InitFlags, KernelConfig, LockOwner,
     OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty,
@@ -65,6 +66,7 @@ pub struct Tree {
     watches: Option<Arc<Watches>>,
     /// What the kernel is to be told, by a thread that serves no requests.
     notices: Sender<Notice>,
+    linger: Arc<OnceLock<Linger>>,
 }
 
 /// What the kernel is to be told. It may wait for a request to be served before it listens.
@@ -84,13 +86,15 @@ pub struct Parts {
     pub remembered: Duration,
     pub watches: Option<Arc<Watches>>,
     pub notices: Sender<Notice>,
+    /// For the threads that serve; there once the connection is.
+    pub linger: Arc<OnceLock<Linger>>,
 }
 
 impl Tree {
     pub fn new(parts: Parts) -> Tree {
-        let Parts { inodes, cache, exclusive, remembered, watches, notices } = parts;
+        let Parts { inodes, cache, exclusive, remembered, watches, notices, linger } = parts;
         let (files, directories, lower) = (Handles::new(), Handles::new(), Lower::new());
-        Tree { inodes, files, directories, lower, cache, exclusive, remembered, watches, notices }
+        Tree { inodes, files, directories, lower, cache, exclusive, remembered, watches, notices, linger }
     }
 }
 
@@ -115,6 +119,24 @@ fn empty(reply: ReplyEmpty, result: io::Result<()>) {
 }
 
 impl Tree {
+    /// The request that is served now takes microseconds, mostly. What is returned is kept until it is answered.
+    fn soon_done(&self) -> Option<AfterThis<'_>> {
+        self.linger.get().map(Linger::after_this)
+    }
+
+    /// The same of a request that waits for the file system below.
+    fn done_later(&self) -> Option<AfterThis<'_>> {
+        self.call_another();
+        self.soon_done()
+    }
+
+    /// Has another thread serve what comes meanwhile.
+    fn call_another(&self) {
+        if let Some(linger) = self.linger.get() {
+            linger.call_one();
+        }
+    }
+
     fn tell(&self, notice: Notice) {
         // Nobody listens once it is unmounted.
         let _ = self.notices.send(notice);
@@ -149,6 +171,7 @@ impl Filesystem for Tree {
     }
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let _then = self.soon_done();
         self.entry(reply, self.find(parent, name));
     }
 
@@ -157,6 +180,7 @@ impl Filesystem for Tree {
     }
 
     fn getattr(&self, _: &Request, number: INodeNo, handle: Option<FileHandle>, reply: ReplyAttr) {
+        let _then = self.soon_done();
         let attributes = answered!(reply, self.attributes_of(number, handle));
         reply.attr(&self.remembered, &attributes);
     }
@@ -179,12 +203,14 @@ impl Filesystem for Tree {
         _: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
+        let _then = self.done_later();
         let changes = Changes { mode, uid, gid, size_bytes: size, accessed, modified };
         let changed = answered!(reply, self.change(request, number, handle, &changes));
         reply.attr(&self.remembered, &changed);
     }
 
     fn readlink(&self, _: &Request, number: INodeNo, reply: ReplyData) {
+        let _then = self.soon_done();
         let target = answered!(reply, self.target_of(number));
         reply.data(&target);
     }
@@ -199,22 +225,27 @@ impl Filesystem for Tree {
         device: u32,
         reply: ReplyEntry,
     ) {
+        let _then = self.soon_done();
         self.entry(reply, self.make_node(request, parent, name, mode, umask, device));
     }
 
     fn mkdir(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
+        let _then = self.soon_done();
         self.entry(reply, self.make_directory(request, parent, name, mode, umask));
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _then = self.soon_done();
         empty(reply, self.remove(parent, name, false));
     }
 
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _then = self.soon_done();
         empty(reply, self.remove(parent, name, true));
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
+        let _then = self.soon_done();
         self.entry(reply, self.make_symlink(request, parent, name, target));
     }
 
@@ -228,14 +259,17 @@ impl Filesystem for Tree {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
+        let _then = self.soon_done();
         empty(reply, self.move_name(parent, name, new_parent, new_name, flags));
     }
 
     fn link(&self, request: &Request, number: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let _then = self.soon_done();
         self.entry(reply, self.make_link(request, number, parent, name));
     }
 
     fn open(&self, _: &Request, number: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let _then = self.soon_done();
         let (handle, flags) = answered!(reply, self.open_file(number, flags));
         reply.opened(handle, flags);
     }
@@ -250,6 +284,7 @@ impl Filesystem for Tree {
         flags: i32,
         reply: ReplyCreate,
     ) {
+        let _then = self.soon_done();
         let created = self.create_file(request, parent, name, mode, umask, OpenFlags(flags));
         let (made, handle, flags) = answered!(reply, created);
         reply.created(&self.remembered, &made.attributes(), Generation(made.generation()), handle, flags);
@@ -266,6 +301,7 @@ impl Filesystem for Tree {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
+        let _then = self.soon_done();
         self.read_file(handle, offset, size as usize, reply);
     }
 
@@ -281,11 +317,13 @@ impl Filesystem for Tree {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
+        let _then = self.done_later();
         let written = answered!(reply, self.write_file(handle, offset, data, how, flags));
         reply.written(written as u32);
     }
 
     fn flush(&self, _: &Request, _: INodeNo, handle: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+        let _then = self.soon_done();
         empty(reply, self.close_report(handle));
     }
 
@@ -299,6 +337,7 @@ impl Filesystem for Tree {
         _: bool,
         reply: ReplyEmpty,
     ) {
+        let _then = self.soon_done();
         let open = self.files.remove(handle).filter(|open| open.watched);
         if let (Some(open), Some(watches)) = (open, &self.watches) {
             watches.end(&open.node);
@@ -307,6 +346,7 @@ impl Filesystem for Tree {
     }
 
     fn fsync(&self, _: &Request, _: INodeNo, handle: FileHandle, data_alone: bool, reply: ReplyEmpty) {
+        let _then = self.done_later();
         empty(reply, self.sync_file(handle, data_alone));
     }
 
@@ -320,6 +360,7 @@ impl Filesystem for Tree {
         mode: i32,
         reply: ReplyEmpty,
     ) {
+        let _then = self.done_later();
         empty(reply, self.allocate(request, handle, offset, length, mode));
     }
 
@@ -336,38 +377,46 @@ impl Filesystem for Tree {
         _: CopyFileRangeFlags,
         reply: ReplyWrite,
     ) {
+        let _then = self.done_later();
         let copied = answered!(reply, self.copy_range(request, (from, from_offset), (to, to_offset), length));
         reply.written(copied as u32);
     }
 
     fn lseek(&self, _: &Request, _: INodeNo, handle: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
+        let _then = self.soon_done();
         let at = answered!(reply, self.seek_file(handle, offset, whence));
         reply.offset(at as i64);
     }
 
     fn opendir(&self, _: &Request, number: INodeNo, _: OpenFlags, reply: ReplyOpen) {
+        let _then = self.soon_done();
         let (handle, flags) = answered!(reply, self.open_directory(number));
         reply.opened(handle, flags);
     }
 
     fn readdir(&self, _: &Request, _: INodeNo, handle: FileHandle, offset: u64, reply: ReplyDirectory) {
+        let _then = self.soon_done();
         self.list(handle, offset, reply);
     }
 
     fn readdirplus(&self, _: &Request, _: INodeNo, handle: FileHandle, offset: u64, reply: ReplyDirectoryPlus) {
+        let _then = self.soon_done();
         self.list_with_attributes(handle, offset, reply);
     }
 
     fn releasedir(&self, _: &Request, _: INodeNo, handle: FileHandle, _: OpenFlags, reply: ReplyEmpty) {
+        let _then = self.soon_done();
         drop(self.directories.remove(handle));
         reply.ok();
     }
 
     fn fsyncdir(&self, _: &Request, _: INodeNo, handle: FileHandle, data_alone: bool, reply: ReplyEmpty) {
+        let _then = self.done_later();
         empty(reply, self.sync_directory(handle, data_alone));
     }
 
     fn statfs(&self, _: &Request, number: INodeNo, reply: ReplyStatfs) {
+        let _then = self.soon_done();
         let found = self.inodes.get(number).and_then(fstatvfs);
         let stat = answered!(reply, found);
         reply.statfs(
@@ -392,6 +441,7 @@ impl Filesystem for Tree {
         _: u32,
         reply: ReplyEmpty,
     ) {
+        let _then = self.soon_done();
         if let Some(control) = Control::named(number, name) {
             return empty(reply, self.control(request, control, value));
         }
@@ -399,6 +449,7 @@ impl Filesystem for Tree {
     }
 
     fn getxattr(&self, _: &Request, number: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        let _then = self.soon_done();
         if Control::named(number, name).is_some() {
             return xattrs::answer_with(size, reply, self.statistics().as_bytes());
         }
@@ -406,10 +457,12 @@ impl Filesystem for Tree {
     }
 
     fn listxattr(&self, request: &Request, number: INodeNo, size: u32, reply: ReplyXattr) {
+        let _then = self.soon_done();
         self.attribute_names(request, number, size, reply);
     }
 
     fn removexattr(&self, _: &Request, number: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _then = self.soon_done();
         empty(reply, self.remove_attribute(number, name));
     }
 }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 use std::{io, iter};
 
+use compcache_fuse::Linger;
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, KernelConfig,
     LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen,
@@ -18,7 +19,6 @@ use linux_raw_sys::general::{FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE, FALLOC_F
 
 use super::REQUEST_BYTES_MAX;
 use super::lanes::{Lanes, Own};
-use super::linger::Linger;
 use super::waiting::{EmptyRequest, Job, Seek, Waiters, done, errno};
 use crate::device::{BLOCK_BYTES, Manner, Outcome, Zeroes};
 use crate::error::DeviceError;
@@ -31,6 +31,9 @@ const REMEMBERED: Duration = Duration::ZERO;
 
 /// How many requests the kernel may have given us without being answered. A loop device has at most 128.
 const IN_FLIGHT_MAX: u16 = 128;
+
+/// Reads and writes of more take as long as it takes to wake another thread.
+const LONG_BYTES: usize = 32 << 10;
 
 pub(super) struct OneFile {
     /// What the file is called.
@@ -65,19 +68,28 @@ impl OneFile {
         }
     }
 
-    /// Calls `serve` with what this thread owns, or with why it owns nothing; then looks for the next request a while.
-    fn with_own<T>(&self, serve: impl FnOnce(Result<&mut Own, DeviceError>) -> T) -> T {
-        let answer = self.lanes.with_own(serve);
-        self.linger.look();
-        answer
+    /// Calls `serve` with what this thread owns, or with why it owns nothing; then looks for the next request a while. If
+    /// it takes long, others look meanwhile.
+    fn with_own<T>(&self, takes_long: bool, serve: impl FnOnce(Result<&mut Own, DeviceError>) -> T) -> T {
+        if takes_long {
+            self.linger.call_one();
+        }
+        let _then = self.linger.after_this();
+        self.lanes.with_own(serve)
+    }
+
+    /// Has a request done where waiting is allowed: perhaps by this very thread.
+    fn pass_on(&self, own: &mut Own, job: Job) {
+        self.linger.call_one();
+        self.waiting.pass_on(own, job);
     }
 
     /// Serves a request that is answered with nothing.
     fn serve_empty(&self, request: EmptyRequest, reply: ReplyEmpty) {
-        self.with_own(|own| match own {
+        self.with_own(true, |own| match own {
             Ok(own) => match request.serve(&mut *own.lane, Manner::AT_ONCE) {
                 Ok(Outcome::Done(())) => reply.ok(),
-                Ok(Outcome::MustWait) => self.waiting.pass_on(own, Job::Empty { request, reply }),
+                Ok(Outcome::MustWait) => self.pass_on(own, Job::Empty { request, reply }),
                 Err(error) => reply.error(errno(&error)),
             },
             Err(error) => reply.error(errno(&error)),
@@ -128,7 +140,7 @@ impl Filesystem for OneFile {
         if length_bytes == 0 {
             return reply.data(&[]);
         }
-        self.with_own(|own| {
+        self.with_own(length_bytes > LONG_BYTES, |own| {
             let own = match own {
                 Ok(own) => own,
                 Err(error) => return reply.error(errno(&error)),
@@ -136,7 +148,7 @@ impl Filesystem for OneFile {
             let (lane, into) = own.lane_and_buffer(length_bytes);
             match lane.read(offset_bytes, into, Manner::AT_ONCE) {
                 Ok(Outcome::Done(())) => reply.data(into),
-                Ok(Outcome::MustWait) => self.waiting.pass_on(own, Job::Read { offset_bytes, length_bytes, reply }),
+                Ok(Outcome::MustWait) => self.pass_on(own, Job::Read { offset_bytes, length_bytes, reply }),
                 Err(error) => reply.error(errno(&error)),
             }
         });
@@ -154,7 +166,7 @@ impl Filesystem for OneFile {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        self.with_own(|own| {
+        self.with_own(from.len() > LONG_BYTES, |own| {
             let own = match own {
                 Ok(own) => own,
                 Err(error) => return reply.error(errno(&error)),
@@ -162,8 +174,11 @@ impl Filesystem for OneFile {
             let mut outcome = own.lane.write(offset_bytes, from, Manner::AT_ONCE);
             if outcome == Ok(Outcome::MustWait) {
                 match self.waiting.copy(from) {
-                    Some(from) => return self.waiting.pass_on(own, Job::Write { offset_bytes, from, reply }),
-                    None => outcome = own.lane.write(offset_bytes, from, Manner::WAITING),
+                    Some(from) => return self.pass_on(own, Job::Write { offset_bytes, from, reply }),
+                    None => {
+                        self.linger.call_one();
+                        outcome = own.lane.write(offset_bytes, from, Manner::WAITING);
+                    }
                 }
             }
             match done(outcome) {
@@ -209,11 +224,11 @@ impl Filesystem for OneFile {
         };
         let Ok(offset_bytes) = u64::try_from(offset) else { return reply.error(Errno::ENXIO) };
         let seek = Seek { offset_bytes, size_bytes: self.lanes.device().size_bytes(), for_hole };
-        self.with_own(|own| match own {
+        self.with_own(true, |own| match own {
             Ok(own) => match seek.serve(&mut *own.lane, Manner::AT_ONCE) {
                 Ok(Outcome::Done(Some(at))) => reply.offset(at as i64),
                 Ok(Outcome::Done(None)) => reply.error(Errno::ENXIO),
-                Ok(Outcome::MustWait) => self.waiting.pass_on(own, Job::Seek { seek, reply }),
+                Ok(Outcome::MustWait) => self.pass_on(own, Job::Seek { seek, reply }),
                 Err(error) => reply.error(errno(&error)),
             },
             Err(error) => reply.error(errno(&error)),

@@ -66,6 +66,7 @@ impl Tree {
     }
 
     fn read_below(&self, open: &OpenFile, offset_bytes: u64, length_bytes: usize, reply: ReplyData) {
+        self.call_another();
         let mut into = vec![0; length_bytes];
         match self.lower.read(&open.fd, offset_bytes, &mut into) {
             Ok(length) => reply.data(&into[..length]),
@@ -120,6 +121,9 @@ impl Tree {
         size_bytes: u64,
     ) -> io::Result<usize> {
         let page = PAGE as usize;
+        if found.contains(&false) {
+            self.call_another();
+        }
         for run in missing(found) {
             let into = pages[run.clone()].as_flattened_mut();
             let wanted = into.len().min(size_bytes as usize - run.start * page);
