@@ -32,24 +32,38 @@ const CHECKED: CapabilitySet = CapabilitySet::DAC_OVERRIDE
     .union(CapabilitySet::FSETID)
     .union(CapabilitySet::MKNOD);
 
+/// Who asks.
+#[derive(Clone, Copy)]
+pub struct Caller {
+    pub uid: u32,
+    pub gid: u32,
+}
+
+impl Caller {
+    /// Of a request by the library.
+    pub fn of(request: &Request) -> Caller {
+        Caller { uid: request.uid(), gid: request.gid() }
+    }
+}
+
 thread_local! {
     static HAS_OWN_UMASK: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Calls `make` so that what it makes is as if who asks had made it. The kernel has checked that he may.
-pub fn as_caller<T>(request: &Request, mask: u32, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+pub fn as_caller<T>(caller: Caller, mask: u32, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     own_umask()?;
     umask(Mode::from_raw_mode(mask & 0o777));
-    with_rights(request, CHECKED, make)
+    with_rights(caller, CHECKED, make)
 }
 
 /// Calls `open` with no more rights than who asks has, his supplementary groups not among them: for what the kernel has not checked.
-pub fn unchecked<T>(request: &Request, open: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-    with_rights(request, CapabilitySet::empty(), open)
+pub fn unchecked<T>(caller: Caller, open: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    with_rights(caller, CapabilitySet::empty(), open)
 }
 
-fn with_rights<T>(request: &Request, rights: CapabilitySet, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-    let (uid, gid) = (request.uid(), request.gid());
+fn with_rights<T>(caller: Caller, rights: CapabilitySet, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let Caller { uid, gid } = caller;
     if (uid, gid) == (geteuid().as_raw(), getegid().as_raw()) {
         return make();
     }

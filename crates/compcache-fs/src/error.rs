@@ -70,6 +70,15 @@ pub enum FsError {
         #[source]
         error: io::Error,
     },
+    /// The kernel has FUSE by io_uring enabled, and still does not do it.
+    #[error(
+        "cannot have requests come by io_uring, though enable_uring of the module fuse is set; with N in /sys/module/fuse/parameters/enable_uring they come another way"
+    )]
+    Rings {
+        /// Why.
+        #[source]
+        error: io::Error,
+    },
     /// A thread could not be started.
     #[error("cannot start a thread")]
     Thread {

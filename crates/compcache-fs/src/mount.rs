@@ -7,13 +7,14 @@ use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
 use compcache_cache::Cache;
-use compcache_fuse::Linger;
+use compcache_fuse::{Linger, Rings};
 use compcache_store::Codec;
 use fuser::{BackgroundSession, Config, MountOption, Notifier, Session, SessionACL};
 use rustix::fs::{StatVfsMountFlags, fstatvfs};
@@ -24,7 +25,7 @@ use rustix::process::{geteuid, getgid, getuid};
 use crate::error::FsError;
 use crate::inodes::Inodes;
 use crate::stamp::Stamp;
-use crate::tree::{Notice, Parts, Tree};
+use crate::tree::{ByLibrary, Notice, Parts, RING_BYTES_MAX, Tree};
 use crate::watch::Watches;
 
 /// The node through which file systems are served.
@@ -54,7 +55,7 @@ pub struct MountOptions {
     /// How long the kernel may believe what it was told of names and attributes. Zero: it asks each time, and sees at once what changes
     /// behind the mount.
     pub remembered: Duration,
-    /// Requests served at the same time.
+    /// Requests served at the same time, where they do not come by io_uring.
     pub threads: NonZeroUsize,
 }
 
@@ -106,6 +107,7 @@ impl MountOptions {
 /// A mounted tree. Dropping it unmounts it if nobody uses it; if somebody does, it is served for as long as the process lives.
 pub struct Mount {
     session: Option<BackgroundSession>,
+    rings: Option<Rings>,
     target: PathBuf,
     /// It is to be unmounted at the end.
     mounted: bool,
@@ -130,22 +132,25 @@ impl Mount {
         let watches = if options.watch { Some(watched(&notices)?) } else { None };
         let cache = Cache::new(options.memory_bytes, options.codec);
         let cache = Arc::new(cache.map_err(|error| FsError::Memory { error })?);
-        let linger = Arc::new(OnceLock::new());
-        let tree = Tree::new(Parts {
+        let tree = Arc::new(Tree::new(Parts {
             inodes: inodes.clone(),
             cache: cache.clone(),
             exclusive: options.exclusive,
             remembered: options.remembered,
             watches,
             notices,
-            linger: linger.clone(),
-        });
-        let session = connect(tree, options, &source, &target, limits);
+            by_rings: compcache_fuse::queues().is_some(),
+        }));
+        let session = connect(&tree, options, &source, &target, limits);
         let session = session.map_err(|error| FsError::Mount { path: target.clone(), error })?;
         // Undone from here on if something fails.
-        let mut mount = Mount { session: None, target, mounted: true };
-        if let Ok(connection) = session.as_fd().try_clone_to_owned() {
-            linger.get_or_init(|| Linger::new(connection));
+        let mut mount = Mount { session: None, rings: None, target, mounted: true };
+        let connection = session.as_fd().try_clone_to_owned().map_err(|error| FsError::Thread { error })?;
+        if tree.by_rings.load(Relaxed) {
+            let rings = Rings::start(&connection, RING_BYTES_MAX as usize, &tree);
+            mount.rings = Some(rings.map_err(|error| FsError::Rings { error })?);
+        } else {
+            tree.linger.get_or_init(|| Linger::new(connection));
         }
         let notifier = session.notifier();
         let started = thread::Builder::new().name("notices".into()).spawn(move || tell(&heard, &notifier, &inodes));
@@ -174,7 +179,11 @@ impl Mount {
     /// The connection to the kernel failed in another way than by being unmounted.
     pub fn wait(mut self) -> io::Result<()> {
         self.mounted = false;
-        self.session.take().map_or(Ok(()), BackgroundSession::join)
+        let ended = self.session.take().map_or(Ok(()), BackgroundSession::join);
+        if let Some(rings) = self.rings.take() {
+            rings.join();
+        }
+        ended
     }
 }
 
@@ -239,14 +248,17 @@ fn places(options: &MountOptions) -> Result<(PathBuf, PathBuf), FsError> {
 
 /// Mounts, and agrees with the kernel on how it is served.
 fn connect(
-    tree: Tree,
+    tree: &Arc<Tree>,
     options: &MountOptions,
     source: &Path,
     target: &Path,
     limits: StatVfsMountFlags,
-) -> io::Result<Session<Tree>> {
+) -> io::Result<Session<ByLibrary>> {
     let mut config = Config::default();
-    config.n_threads = Some(options.threads.get());
+    // By rings, the library has little left to do.
+    let by_rings = tree.by_rings.load(Relaxed);
+    config.n_threads = Some(if by_rings { 1 } else { options.threads.get() });
+    let tree = ByLibrary(tree.clone());
     config.clone_fd = true;
     config.acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
     if !geteuid().is_root() {

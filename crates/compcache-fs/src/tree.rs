@@ -20,10 +20,12 @@ mod control;
 mod directories;
 mod names;
 mod reading;
+mod ring;
 mod xattrs;
 
 use std::ffi::OsStr;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -38,19 +40,26 @@ use fuser::{
 use rustix::fs::fstatvfs;
 use rustix::io::{self, Errno};
 
+use crate::caller::Caller;
 use crate::handles::{Handles, OpenDirectory, OpenFile};
 use crate::inodes::Inodes;
 use crate::lower::Lower;
 use crate::stamp::Stamp;
 use crate::watch::Watches;
-use attributes::Changes;
-use control::Control;
+use attributes::{Changes, timespec};
 use names::Made;
+use xattrs::Value;
 
 /// The largest request to write, in bytes: what the kernel gives at most.
 const WRITE_BYTES_MAX: u32 = 1 << 20;
 /// How many requests of its own (read ahead, writing back) the kernel has under way at most.
 const BACKGROUND_MAX: u16 = 64;
+
+/// The same by io_uring, where each thread has memory for one: larger ones would save nothing.
+pub const RING_BYTES_MAX: u32 = 256 << 10;
+
+/// The tree, as the library that speaks the protocol has it.
+pub struct ByLibrary(pub Arc<Tree>);
 
 pub struct Tree {
     inodes: Arc<Inodes>,
@@ -66,7 +75,10 @@ pub struct Tree {
     watches: Option<Arc<Watches>>,
     /// What the kernel is to be told, by a thread that serves no requests.
     notices: Sender<Notice>,
-    linger: Arc<OnceLock<Linger>>,
+    /// Requests are to come by io_uring, or do.
+    pub by_rings: AtomicBool,
+    /// Else: for the threads that serve, once there is a connection.
+    pub linger: OnceLock<Linger>,
 }
 
 /// What the kernel is to be told. It may wait for a request to be served before it listens.
@@ -86,15 +98,15 @@ pub struct Parts {
     pub remembered: Duration,
     pub watches: Option<Arc<Watches>>,
     pub notices: Sender<Notice>,
-    /// For the threads that serve; there once the connection is.
-    pub linger: Arc<OnceLock<Linger>>,
+    pub by_rings: bool,
 }
 
 impl Tree {
     pub fn new(parts: Parts) -> Tree {
-        let Parts { inodes, cache, exclusive, remembered, watches, notices, linger } = parts;
+        let Parts { inodes, cache, exclusive, remembered, watches, notices, by_rings } = parts;
+        let (by_rings, linger) = (by_rings.into(), OnceLock::new());
         let (files, directories, lower) = (Handles::new(), Handles::new(), Lower::new());
-        Tree { inodes, files, directories, lower, cache, exclusive, remembered, watches, notices, linger }
+        Tree { inodes, files, directories, lower, cache, exclusive, remembered, watches, notices, by_rings, linger }
     }
 }
 
@@ -116,6 +128,13 @@ macro_rules! answered {
 fn empty(reply: ReplyEmpty, result: io::Result<()>) {
     answered!(reply, result);
     reply.ok();
+}
+
+fn attribute(reply: ReplyXattr, value: io::Result<Value>) {
+    match answered!(reply, value) {
+        Value::Length(length) => reply.size(length as u32),
+        Value::Bytes(bytes) => reply.data(&bytes),
+    }
 }
 
 impl Tree {
@@ -148,7 +167,7 @@ impl Tree {
     }
 }
 
-impl Filesystem for Tree {
+impl Filesystem for ByLibrary {
     fn init(&mut self, _: &Request, config: &mut KernelConfig) -> std::io::Result<()> {
         let wanted = [
             InitFlags::FUSE_ASYNC_DIO,
@@ -162,27 +181,31 @@ impl Filesystem for Tree {
             // What a kernel lacks of these it does in its own, older way.
             let _ = config.add_capabilities(flag);
         }
-        if !self.remembered.is_zero() {
+        if !self.0.remembered.is_zero() {
             let _ = config.add_capabilities(InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO);
         }
-        let _ = config.set_max_write(WRITE_BYTES_MAX);
+        let by_rings = &self.0.by_rings;
+        if by_rings.load(Relaxed) && config.add_capabilities(InitFlags::FUSE_OVER_IO_URING).is_err() {
+            by_rings.store(false, Relaxed);
+        }
+        let _ = config.set_max_write(if by_rings.load(Relaxed) { RING_BYTES_MAX } else { WRITE_BYTES_MAX });
         let _ = config.set_max_background(BACKGROUND_MAX);
         Ok(())
     }
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let _then = self.soon_done();
-        self.entry(reply, self.find(parent, name));
+        let _then = self.0.soon_done();
+        self.0.entry(reply, self.0.find(parent, name));
     }
 
     fn forget(&self, _: &Request, number: INodeNo, count: u64) {
-        self.inodes.forget(number, count);
+        self.0.inodes.forget(number, count);
     }
 
     fn getattr(&self, _: &Request, number: INodeNo, handle: Option<FileHandle>, reply: ReplyAttr) {
-        let _then = self.soon_done();
-        let attributes = answered!(reply, self.attributes_of(number, handle));
-        reply.attr(&self.remembered, &attributes);
+        let _then = self.0.soon_done();
+        let attributes = answered!(reply, self.0.attributes_of(number, handle));
+        reply.attr(&self.0.remembered, &attributes);
     }
 
     fn setattr(
@@ -203,15 +226,16 @@ impl Filesystem for Tree {
         _: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        let _then = self.done_later();
+        let _then = self.0.done_later();
+        let (accessed, modified) = (accessed.map(timespec), modified.map(timespec));
         let changes = Changes { mode, uid, gid, size_bytes: size, accessed, modified };
-        let changed = answered!(reply, self.change(request, number, handle, &changes));
-        reply.attr(&self.remembered, &changed);
+        let changed = answered!(reply, self.0.change(Caller::of(request), number, handle, &changes));
+        reply.attr(&self.0.remembered, &changed);
     }
 
     fn readlink(&self, _: &Request, number: INodeNo, reply: ReplyData) {
-        let _then = self.soon_done();
-        let target = answered!(reply, self.target_of(number));
+        let _then = self.0.soon_done();
+        let target = answered!(reply, self.0.target_of(number));
         reply.data(&target);
     }
 
@@ -225,28 +249,28 @@ impl Filesystem for Tree {
         device: u32,
         reply: ReplyEntry,
     ) {
-        let _then = self.soon_done();
-        self.entry(reply, self.make_node(request, parent, name, mode, umask, device));
+        let _then = self.0.soon_done();
+        self.0.entry(reply, self.0.make_node(Caller::of(request), parent, name, mode, umask, device));
     }
 
     fn mkdir(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
-        let _then = self.soon_done();
-        self.entry(reply, self.make_directory(request, parent, name, mode, umask));
+        let _then = self.0.soon_done();
+        self.0.entry(reply, self.0.make_directory(Caller::of(request), parent, name, mode, umask));
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _then = self.soon_done();
-        empty(reply, self.remove(parent, name, false));
+        let _then = self.0.soon_done();
+        empty(reply, self.0.remove(parent, name, false));
     }
 
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _then = self.soon_done();
-        empty(reply, self.remove(parent, name, true));
+        let _then = self.0.soon_done();
+        empty(reply, self.0.remove(parent, name, true));
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
-        let _then = self.soon_done();
-        self.entry(reply, self.make_symlink(request, parent, name, target));
+        let _then = self.0.soon_done();
+        self.0.entry(reply, self.0.make_symlink(Caller::of(request), parent, name, target));
     }
 
     fn rename(
@@ -259,18 +283,18 @@ impl Filesystem for Tree {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
-        let _then = self.soon_done();
-        empty(reply, self.move_name(parent, name, new_parent, new_name, flags));
+        let _then = self.0.soon_done();
+        empty(reply, self.0.move_name(parent, name, new_parent, new_name, flags));
     }
 
-    fn link(&self, request: &Request, number: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let _then = self.soon_done();
-        self.entry(reply, self.make_link(request, number, parent, name));
+    fn link(&self, _: &Request, number: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let _then = self.0.soon_done();
+        self.0.entry(reply, self.0.make_link(number, parent, name));
     }
 
     fn open(&self, _: &Request, number: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
-        let _then = self.soon_done();
-        let (handle, flags) = answered!(reply, self.open_file(number, flags));
+        let _then = self.0.soon_done();
+        let (handle, flags) = answered!(reply, self.0.open_file(number, flags));
         reply.opened(handle, flags);
     }
 
@@ -284,10 +308,10 @@ impl Filesystem for Tree {
         flags: i32,
         reply: ReplyCreate,
     ) {
-        let _then = self.soon_done();
-        let created = self.create_file(request, parent, name, mode, umask, OpenFlags(flags));
+        let _then = self.0.soon_done();
+        let created = self.0.create_file(Caller::of(request), parent, name, mode, umask, OpenFlags(flags));
         let (made, handle, flags) = answered!(reply, created);
-        reply.created(&self.remembered, &made.attributes(), Generation(made.generation()), handle, flags);
+        reply.created(&self.0.remembered, &made.attributes(), Generation(made.generation()), handle, flags);
     }
 
     fn read(
@@ -301,8 +325,8 @@ impl Filesystem for Tree {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let _then = self.soon_done();
-        self.read_file(handle, offset, size as usize, reply);
+        let _then = self.0.soon_done();
+        self.0.read_file(handle, offset, size as usize, reply);
     }
 
     fn write(
@@ -317,14 +341,14 @@ impl Filesystem for Tree {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let _then = self.done_later();
-        let written = answered!(reply, self.write_file(handle, offset, data, how, flags));
+        let _then = self.0.done_later();
+        let written = answered!(reply, self.0.write_file(handle, offset, data, how, flags));
         reply.written(written as u32);
     }
 
     fn flush(&self, _: &Request, _: INodeNo, handle: FileHandle, _: LockOwner, reply: ReplyEmpty) {
-        let _then = self.soon_done();
-        empty(reply, self.close_report(handle));
+        let _then = self.0.soon_done();
+        empty(reply, self.0.close_report(handle));
     }
 
     fn release(
@@ -337,17 +361,14 @@ impl Filesystem for Tree {
         _: bool,
         reply: ReplyEmpty,
     ) {
-        let _then = self.soon_done();
-        let open = self.files.remove(handle).filter(|open| open.watched);
-        if let (Some(open), Some(watches)) = (open, &self.watches) {
-            watches.end(&open.node);
-        }
+        let _then = self.0.soon_done();
+        self.0.close_file(handle);
         reply.ok();
     }
 
     fn fsync(&self, _: &Request, _: INodeNo, handle: FileHandle, data_alone: bool, reply: ReplyEmpty) {
-        let _then = self.done_later();
-        empty(reply, self.sync_file(handle, data_alone));
+        let _then = self.0.done_later();
+        empty(reply, self.0.sync_file(handle, data_alone));
     }
 
     fn fallocate(
@@ -360,8 +381,8 @@ impl Filesystem for Tree {
         mode: i32,
         reply: ReplyEmpty,
     ) {
-        let _then = self.done_later();
-        empty(reply, self.allocate(request, handle, offset, length, mode));
+        let _then = self.0.done_later();
+        empty(reply, self.0.allocate(Caller::of(request), handle, offset, length, mode));
     }
 
     fn copy_file_range(
@@ -377,47 +398,54 @@ impl Filesystem for Tree {
         _: CopyFileRangeFlags,
         reply: ReplyWrite,
     ) {
-        let _then = self.done_later();
-        let copied = answered!(reply, self.copy_range(request, (from, from_offset), (to, to_offset), length));
+        let _then = self.0.done_later();
+        let copied =
+            answered!(reply, self.0.copy_range(Caller::of(request), (from, from_offset), (to, to_offset), length));
         reply.written(copied as u32);
     }
 
     fn lseek(&self, _: &Request, _: INodeNo, handle: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
-        let _then = self.soon_done();
-        let at = answered!(reply, self.seek_file(handle, offset, whence));
+        let _then = self.0.soon_done();
+        let at = answered!(reply, self.0.seek_file(handle, offset, whence));
         reply.offset(at as i64);
     }
 
     fn opendir(&self, _: &Request, number: INodeNo, _: OpenFlags, reply: ReplyOpen) {
-        let _then = self.soon_done();
-        let (handle, flags) = answered!(reply, self.open_directory(number));
+        let _then = self.0.soon_done();
+        let (handle, flags) = answered!(reply, self.0.open_directory(number));
         reply.opened(handle, flags);
     }
 
-    fn readdir(&self, _: &Request, _: INodeNo, handle: FileHandle, offset: u64, reply: ReplyDirectory) {
-        let _then = self.soon_done();
-        self.list(handle, offset, reply);
+    fn readdir(&self, _: &Request, _: INodeNo, handle: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+        let _then = self.0.soon_done();
+        let listed = self.0.list(handle, offset, |number, next, kind, name| !reply.add(number, next, kind, name));
+        answered!(reply, listed);
+        reply.ok();
     }
 
-    fn readdirplus(&self, _: &Request, _: INodeNo, handle: FileHandle, offset: u64, reply: ReplyDirectoryPlus) {
-        let _then = self.soon_done();
-        self.list_with_attributes(handle, offset, reply);
+    fn readdirplus(&self, _: &Request, _: INodeNo, handle: FileHandle, offset: u64, mut reply: ReplyDirectoryPlus) {
+        let _then = self.0.soon_done();
+        let listed = self.0.list_with_attributes(handle, offset, |shown, generation, next, name| {
+            !reply.add(shown.ino, next, name, &self.0.remembered, shown, Generation(generation))
+        });
+        answered!(reply, listed);
+        reply.ok();
     }
 
     fn releasedir(&self, _: &Request, _: INodeNo, handle: FileHandle, _: OpenFlags, reply: ReplyEmpty) {
-        let _then = self.soon_done();
-        drop(self.directories.remove(handle));
+        let _then = self.0.soon_done();
+        drop(self.0.directories.remove(handle));
         reply.ok();
     }
 
     fn fsyncdir(&self, _: &Request, _: INodeNo, handle: FileHandle, data_alone: bool, reply: ReplyEmpty) {
-        let _then = self.done_later();
-        empty(reply, self.sync_directory(handle, data_alone));
+        let _then = self.0.done_later();
+        empty(reply, self.0.sync_directory(handle, data_alone));
     }
 
     fn statfs(&self, _: &Request, number: INodeNo, reply: ReplyStatfs) {
-        let _then = self.soon_done();
-        let found = self.inodes.get(number).and_then(fstatvfs);
+        let _then = self.0.soon_done();
+        let found = self.0.inodes.get(number).and_then(fstatvfs);
         let stat = answered!(reply, found);
         reply.statfs(
             stat.f_blocks,
@@ -441,28 +469,22 @@ impl Filesystem for Tree {
         _: u32,
         reply: ReplyEmpty,
     ) {
-        let _then = self.soon_done();
-        if let Some(control) = Control::named(number, name) {
-            return empty(reply, self.control(request, control, value));
-        }
-        empty(reply, self.set_attribute(number, name, value, flags));
+        let _then = self.0.soon_done();
+        empty(reply, self.0.set_attribute(Caller::of(request), number, name, value, flags));
     }
 
     fn getxattr(&self, _: &Request, number: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
-        let _then = self.soon_done();
-        if Control::named(number, name).is_some() {
-            return xattrs::answer_with(size, reply, self.statistics().as_bytes());
-        }
-        self.attribute(number, name, size, reply);
+        let _then = self.0.soon_done();
+        attribute(reply, self.0.attribute(number, name, size));
     }
 
     fn listxattr(&self, request: &Request, number: INodeNo, size: u32, reply: ReplyXattr) {
-        let _then = self.soon_done();
-        self.attribute_names(request, number, size, reply);
+        let _then = self.0.soon_done();
+        attribute(reply, self.0.attribute_names(Caller::of(request), number, size));
     }
 
     fn removexattr(&self, _: &Request, number: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _then = self.soon_done();
-        empty(reply, self.remove_attribute(number, name));
+        let _then = self.0.soon_done();
+        empty(reply, self.0.remove_attribute(number, name));
     }
 }

@@ -1,7 +1,12 @@
-//! What those who serve the kernel through /dev/fuse have in common: how their threads wait for requests ([`Linger`]).
+//! What those who serve the kernel through /dev/fuse have in common: how their threads come by requests.
+//!
+//! By read(2), with a library that speaks the protocol, and a thread that looks for the next request before it sleeps ([`Linger`]); or
+//! by io_uring, where the kernel has that enabled ([`Rings`]).
 
 #![deny(unsafe_code)]
 
 mod linger;
+mod rings;
 
 pub use linger::{AfterThis, Linger};
+pub use rings::{Answer, Asked, Rings, Serve, queues};

@@ -39,6 +39,8 @@ pub enum Feature {
     Loop,
     /// The fuse device.
     Fuse,
+    /// Requests of FUSE's by io_uring, which the superuser may enable: Linux 6.14.
+    FuseRings,
     /// The kernel's driver for block devices that are served from user space.
     Ublk,
     /// The same, able to change the size of a device in use: Linux 6.16.
@@ -71,6 +73,7 @@ impl Feature {
             Feature::CgroupMemory => Feature::CgroupMemoryV1.probe().or_else(|_| cgroup_v2()),
             Feature::Loop => exists("/dev/loop-control"),
             Feature::Fuse => exists("/dev/fuse"),
+            Feature::FuseRings => exists("/sys/module/fuse/parameters/enable_uring"),
             Feature::Ublk => exists("/dev/ublk-control"),
             Feature::UblkResize => Feature::Ublk.probe().and_then(|()| since((6, 16))),
             Feature::IoUring => io_uring(),

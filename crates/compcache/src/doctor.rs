@@ -45,6 +45,8 @@ struct Facts {
     /// None where no disk can be served by it.
     ublk_resize: Option<bool>,
     fuse: Device,
+    /// None where the kernel is too old for it.
+    fuse_by_io_uring: Option<bool>,
     loop_control: Device,
     nbd: Device,
     preload_object: Option<String>,
@@ -53,6 +55,9 @@ struct Facts {
     swap: Way,
     mount: Way,
 }
+
+/// Whether the kernel hands on FUSE's requests by io_uring, if it is asked to.
+const FUSE_RINGS: &str = "/sys/module/fuse/parameters/enable_uring";
 
 /// A device node of the kernel's.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize)]
@@ -110,6 +115,7 @@ impl Facts {
             ublk: device("/dev/ublk-control"),
             ublk_resize: ublk::probe().ok().map(|abilities| abilities.resize),
             fuse: device("/dev/fuse"),
+            fuse_by_io_uring: kernel::setting(FUSE_RINGS).map(|enabled| enabled == "Y"),
             loop_control: device("/dev/loop-control"),
             nbd: device("/dev/nbd0"),
             preload_object: object.as_ref().ok().map(|path| path.display().to_string()),
@@ -255,6 +261,11 @@ impl Display for Facts {
             (device, _) => row(f, "ublk", &device)?,
         }
         row(f, "FUSE", &self.fuse)?;
+        match self.fuse_by_io_uring {
+            Some(true) => row(f, "- by io_uring", &"yes")?,
+            Some(false) => row(f, "- by io_uring", &format!("no; Y in {FUSE_RINGS} makes mounts faster"))?,
+            None => row(f, "- by io_uring", &"no; Linux 6.14 or newer is needed")?,
+        }
         row(f, "loop", &self.loop_control)?;
         row(f, "NBD", &self.nbd)?;
         writeln!(f, "\nways in")?;

@@ -2,18 +2,18 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use fuser::{FileAttr, FileHandle, INodeNo, Request, TimeOrNow};
+use fuser::{FileAttr, FileHandle, INodeNo, TimeOrNow};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, Timespec, Timestamps, chmodat, chownat, ftruncate, utimensat};
 use rustix::io;
 use rustix::process::{Gid, Uid};
 
 use super::Tree;
-use crate::caller::dropping_suid;
+use crate::caller::{Caller, dropping_suid};
 use crate::inodes::Node;
 use crate::stamp::{attributes, look};
 
 /// utimensat(2): the time of the call, or the time there is.
-const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0x3fff_ffff };
+pub const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0x3fff_ffff };
 const AS_IT_IS: Timespec = Timespec { tv_sec: 0, tv_nsec: 0x3fff_fffe };
 
 /// What is to be changed.
@@ -22,8 +22,8 @@ pub struct Changes {
     pub uid: Option<u32>,
     pub gid: Option<u32>,
     pub size_bytes: Option<u64>,
-    pub accessed: Option<TimeOrNow>,
-    pub modified: Option<TimeOrNow>,
+    pub accessed: Option<Timespec>,
+    pub modified: Option<Timespec>,
 }
 
 impl Tree {
@@ -43,7 +43,7 @@ impl Tree {
 
     pub fn change(
         &self,
-        request: &Request,
+        caller: Caller,
         number: INodeNo,
         handle: Option<FileHandle>,
         changes: &Changes,
@@ -57,18 +57,20 @@ impl Tree {
             chownat(&node, c"", owner, group, AtFlags::EMPTY_PATH)?;
         }
         if let Some(size_bytes) = changes.size_bytes {
-            self.cut(request, &node, handle, size_bytes)?;
+            self.cut(caller, &node, handle, size_bytes)?;
         }
         if changes.accessed.is_some() || changes.modified.is_some() {
-            let times =
-                Timestamps { last_access: timespec(changes.accessed), last_modification: timespec(changes.modified) };
+            let times = Timestamps {
+                last_access: changes.accessed.unwrap_or(AS_IT_IS),
+                last_modification: changes.modified.unwrap_or(AS_IT_IS),
+            };
             utimensat(CWD, node.path(), &times, AtFlags::empty())?;
         }
         Ok(self.shown(&node.look()?, number))
     }
 
     /// Gives a file another length.
-    fn cut(&self, request: &Request, node: &Node, handle: Option<FileHandle>, size_bytes: u64) -> io::Result<()> {
+    fn cut(&self, caller: Caller, node: &Node, handle: Option<FileHandle>, size_bytes: u64) -> io::Result<()> {
         let open = handle.and_then(|handle| self.files.get(handle).ok()).filter(|open| open.writes);
         // Whoever may not keep these bits is not told by fuser; root alone is taken to be allowed.
         let cut = || match &open {
@@ -77,15 +79,15 @@ impl Tree {
         };
         // Also the page that the end was in before: what it held behind that was zeroes, and may be shown now.
         let before = node.look()?.stx_size;
-        dropping_suid(request.uid() != 0, || self.writing(node, (size_bytes.min(before), u64::MAX), cut))
+        dropping_suid(caller.uid != 0, || self.writing(node, (size_bytes.min(before), u64::MAX), cut))
     }
 }
 
-fn timespec(time: Option<TimeOrNow>) -> Timespec {
+/// A time as the library gives it.
+pub fn timespec(time: TimeOrNow) -> Timespec {
     match time {
-        None => AS_IT_IS,
-        Some(TimeOrNow::Now) => NOW,
-        Some(TimeOrNow::SpecificTime(time)) => exact(time),
+        TimeOrNow::Now => NOW,
+        TimeOrNow::SpecificTime(time) => exact(time),
     }
 }
 

@@ -6,13 +6,13 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use compcache_store::Page;
-use fuser::{FileHandle, FopenFlags, INodeNo, OpenFlags, Request, WriteFlags};
+use fuser::{FileHandle, FopenFlags, INodeNo, OpenFlags, WriteFlags};
 use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fsync, openat, seek};
 use rustix::io::{self, Errno};
 
 use super::names::Made;
 use super::{Notice, Tree};
-use crate::caller::{as_caller, dropping_suid, unchecked};
+use crate::caller::{Caller, as_caller, dropping_suid, unchecked};
 use crate::handles::OpenFile;
 use crate::inodes::Node;
 use crate::stamp::{id_of, look, now, stamp_of};
@@ -35,7 +35,7 @@ impl Tree {
 
     pub fn create_file(
         &self,
-        request: &Request,
+        caller: Caller,
         parent: INodeNo,
         name: &OsStr,
         mode: u32,
@@ -47,11 +47,11 @@ impl Tree {
         let asked = OFlags::from_bits_retain(flags.0 as u32);
         // The kernel has checked that who asks may make a file there, and knows of none.
         let fresh = || openat(&parent, name, how | OFlags::CREATE | OFlags::EXCL, mode);
-        let fd = match self.with_room(|| as_caller(request, umask, fresh)) {
+        let fd = match self.with_room(|| as_caller(caller, umask, fresh)) {
             // There is one by now, made behind the mount; nobody has checked who may open that.
             Err(Errno::EXIST) if !asked.contains(OFlags::EXCL) => {
                 let there = || openat(&parent, name, how | asked & OFlags::TRUNC, Mode::empty());
-                self.with_room(|| unchecked(request, there))?
+                self.with_room(|| unchecked(caller, there))?
             }
             other => other?,
         };
@@ -154,6 +154,13 @@ impl Tree {
         self.cache.drop_file(node.id);
     }
 
+    pub fn close_file(&self, handle: FileHandle) {
+        let open = self.files.remove(handle).filter(|open| open.watched);
+        if let (Some(open), Some(watches)) = (open, &self.watches) {
+            watches.end(&open.node);
+        }
+    }
+
     pub fn close_report(&self, handle: FileHandle) -> io::Result<()> {
         let open = self.files.get(handle)?;
         let closed = if open.writes { sys::close_report(&open.fd) } else { Ok(()) };
@@ -171,7 +178,7 @@ impl Tree {
 
     pub fn allocate(
         &self,
-        request: &Request,
+        caller: Caller,
         handle: FileHandle,
         offset_bytes: u64,
         length_bytes: u64,
@@ -181,12 +188,12 @@ impl Tree {
         let mode = FallocateFlags::from_bits_retain(mode as u32);
         let bytes = (offset_bytes, offset_bytes.saturating_add(length_bytes));
         let allocate = || fallocate(&open.fd, mode, offset_bytes, length_bytes);
-        dropping_suid(request.uid() != 0, || self.writing(&open.node, bytes, allocate))
+        dropping_suid(caller.uid != 0, || self.writing(&open.node, bytes, allocate))
     }
 
     pub fn copy_range(
         &self,
-        request: &Request,
+        caller: Caller,
         from: (FileHandle, u64),
         to: (FileHandle, u64),
         length_bytes: u64,
@@ -196,7 +203,7 @@ impl Tree {
         let length = length_bytes.min(COPY_BYTES_MAX) as usize;
         let bytes = (to, to.saturating_add(length as u64));
         let copy = || copy_file_range(&source.fd, Some(&mut from), &target.fd, Some(&mut to), length);
-        dropping_suid(request.uid() != 0, || self.writing(&target.node, bytes, copy))
+        dropping_suid(caller.uid != 0, || self.writing(&target.node, bytes, copy))
     }
 
     /// Where the next data or hole is; the kernel asks for nothing else.

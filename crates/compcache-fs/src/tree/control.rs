@@ -13,11 +13,12 @@ use std::ffi::OsStr;
 
 use compcache_cache::CacheStats;
 use compcache_store::Codec;
-use fuser::{INodeNo, Request};
+use fuser::INodeNo;
 use rustix::io::{self, Errno};
 use rustix::process::geteuid;
 
 use super::Tree;
+use crate::caller::Caller;
 
 /// What can be asked or set.
 #[derive(Clone, Copy)]
@@ -45,8 +46,8 @@ impl Tree {
         CacheStats::TABLE.iter().map(|(name, value, _)| format!("{name} {}\n", value(&stats))).collect()
     }
 
-    pub fn control(&self, request: &Request, control: Control, value: &[u8]) -> io::Result<()> {
-        if request.uid() != 0 && request.uid() != geteuid().as_raw() {
+    pub fn control(&self, caller: Caller, control: Control, value: &[u8]) -> io::Result<()> {
+        if caller.uid != 0 && caller.uid != geteuid().as_raw() {
             return Err(Errno::PERM);
         }
         let value = std::str::from_utf8(value).map_err(|_| Errno::INVAL)?.trim();

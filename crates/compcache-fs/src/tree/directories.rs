@@ -9,11 +9,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::PoisonError;
 
 use compcache_cache::FileId;
-use fuser::{FileHandle, FileType, FopenFlags, Generation, INodeNo, ReplyDirectory, ReplyDirectoryPlus};
+use fuser::{FileAttr, FileHandle, FileType, FopenFlags, INodeNo};
 use rustix::fs::{OFlags, RawDir, SeekFrom, fdatasync, fsync, seek};
 use rustix::io;
 
-use super::{Tree, errno};
+use super::Tree;
 use crate::handles::{Listed, Listing, OpenDirectory};
 
 /// Read below at once.
@@ -32,44 +32,46 @@ impl Tree {
         if data_alone { fdatasync(&open.fd) } else { fsync(&open.fd) }
     }
 
-    pub fn list(&self, handle: FileHandle, offset: u64, mut reply: ReplyDirectory) {
-        let listed = self.each_name(handle, offset, |open, listed| {
+    /// Calls `give` with a number, the place after it, kind, and name, until that says it has no room.
+    pub fn list(
+        &self,
+        handle: FileHandle,
+        offset: u64,
+        mut give: impl FnMut(INodeNo, u64, FileType, &OsStr) -> bool,
+    ) -> io::Result<()> {
+        self.each_name(handle, offset, |open, listed| {
             let id = FileId { dev: open.node.id.dev, ino: listed.ino };
             let number = INodeNo(self.inodes.shown(id));
             let kind = listed.kind.or_else(|| self.kind_of(open, &listed.name)).unwrap_or(FileType::RegularFile);
-            !reply.add(number, listed.next, kind, &listed.name)
-        });
-        match listed {
-            Ok(()) => reply.ok(),
-            Err(error) => reply.error(errno(error)),
-        }
+            give(number, listed.next, kind, &listed.name)
+        })
     }
 
-    pub fn list_with_attributes(&self, handle: FileHandle, offset: u64, mut reply: ReplyDirectoryPlus) {
-        let listed = self.each_name(handle, offset, |open, listed| {
+    /// The same with all that is known of each, and the generation of its number.
+    pub fn list_with_attributes(
+        &self,
+        handle: FileHandle,
+        offset: u64,
+        mut give: impl FnMut(&FileAttr, u64, u64, &OsStr) -> bool,
+    ) -> io::Result<()> {
+        self.each_name(handle, offset, |open, listed| {
             // The kernel takes no note of the file behind these two.
             if listed.name == "." || listed.name == ".." {
                 let Ok(stat) = open.node.look() else { return true };
                 let shown = self.shown(&stat, open.node.number);
-                return !reply.add(shown.ino, listed.next, &listed.name, &self.remembered, &shown, Generation(0));
+                return give(&shown, 0, listed.next, &listed.name);
             }
             // Gone in the meantime.
             let Ok(made) = self.find_in(&open.node, &listed.name) else { return true };
-            let shown = made.attributes();
-            let generation = Generation(made.generation());
-            let full = reply.add(shown.ino, listed.next, &listed.name, &self.remembered, &shown, generation);
-            if full {
+            let has_room = give(&made.attributes(), made.generation(), listed.next, &listed.name);
+            if !has_room {
                 self.inodes.forget(made.node.number, 1);
             }
-            !full
-        });
-        match listed {
-            Ok(()) => reply.ok(),
-            Err(error) => reply.error(errno(error)),
-        }
+            has_room
+        })
     }
 
-    /// Calls `give` with the names from `offset` on, until it has no room for one.
+    /// Calls `give` with the names from `offset` on, until it says that it has no room for one.
     fn each_name(
         &self,
         handle: FileHandle,

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use compcache_cache::FileId;
-use fuser::{FileAttr, INodeNo, RenameFlags, Request};
+use fuser::{FileAttr, INodeNo, RenameFlags};
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxFlags, linkat, mkdirat, mknodat, openat, readlinkat,
     renameat_with, statx, symlinkat, unlinkat,
@@ -14,7 +14,7 @@ use rustix::fs::{
 use rustix::io;
 
 use super::{Notice, Tree};
-use crate::caller::as_caller;
+use crate::caller::{Caller, as_caller};
 use crate::inodes::Node;
 use crate::stamp::{attributes, generation_of, id_of};
 
@@ -68,7 +68,7 @@ impl Tree {
 
     pub fn make_node(
         &self,
-        request: &Request,
+        caller: Caller,
         parent: INodeNo,
         name: &OsStr,
         mode: u32,
@@ -77,30 +77,30 @@ impl Tree {
     ) -> io::Result<Made> {
         let parent = self.inodes.get(parent)?;
         let (kind, bits) = (FileType::from_raw_mode(mode), Mode::from_raw_mode(mode));
-        as_caller(request, umask, || mknodat(&parent, name, kind, bits, device.into()))?;
+        as_caller(caller, umask, || mknodat(&parent, name, kind, bits, device.into()))?;
         self.find_in(&parent, name).inspect(|made| self.has_nothing(made.node.id))
     }
 
     pub fn make_directory(
         &self,
-        request: &Request,
+        caller: Caller,
         parent: INodeNo,
         name: &OsStr,
         mode: u32,
         umask: u32,
     ) -> io::Result<Made> {
         let parent = self.inodes.get(parent)?;
-        as_caller(request, umask, || mkdirat(&parent, name, Mode::from_raw_mode(mode)))?;
+        as_caller(caller, umask, || mkdirat(&parent, name, Mode::from_raw_mode(mode)))?;
         self.find_in(&parent, name)
     }
 
-    pub fn make_symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path) -> io::Result<Made> {
+    pub fn make_symlink(&self, caller: Caller, parent: INodeNo, name: &OsStr, target: &Path) -> io::Result<Made> {
         let parent = self.inodes.get(parent)?;
-        as_caller(request, 0, || symlinkat(target, &parent, name))?;
+        as_caller(caller, 0, || symlinkat(target, &parent, name))?;
         self.find_in(&parent, name)
     }
 
-    pub fn make_link(&self, _: &Request, number: INodeNo, parent: INodeNo, name: &OsStr) -> io::Result<Made> {
+    pub fn make_link(&self, number: INodeNo, parent: INodeNo, name: &OsStr) -> io::Result<Made> {
         let (node, parent) = (self.inodes.get(number)?, self.inodes.get(parent)?);
         // The magic link leads to the file itself, also if that is a symbolic link, and needs no privilege.
         linkat(CWD, node.path(), &parent, name, AtFlags::SYMLINK_FOLLOW)?;

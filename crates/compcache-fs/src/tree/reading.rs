@@ -19,13 +19,30 @@ use compcache_cache::Token;
 use compcache_store::{Page, Worker};
 use fuser::{FileHandle, ReplyData};
 use rustix::fs::Statx;
-use rustix::io;
+use rustix::io::{self, Errno};
 
 use super::{Tree, errno};
 use crate::handles::OpenFile;
 use crate::stamp::{Stamp, look, now, stamp_of};
 
 const PAGE: u64 = 4096;
+
+/// Where what was read goes.
+pub trait Bytes {
+    /// The answer; there may be more to do for this request.
+    fn bytes(self, bytes: &[u8], more: bool);
+    fn failed(self, error: Errno);
+}
+
+impl Bytes for ReplyData {
+    fn bytes(self, bytes: &[u8], _: bool) {
+        self.data(bytes);
+    }
+
+    fn failed(self, error: Errno) {
+        self.error(errno(error));
+    }
+}
 
 /// What a thread reads with.
 struct Own {
@@ -40,10 +57,10 @@ thread_local! {
 }
 
 impl Tree {
-    pub fn read_file(&self, handle: FileHandle, offset_bytes: u64, length_bytes: usize, reply: ReplyData) {
+    pub fn read_file(&self, handle: FileHandle, offset_bytes: u64, length_bytes: usize, reply: impl Bytes) {
         let open = match self.files.get(handle) {
             Ok(open) => open,
-            Err(error) => return reply.error(errno(error)),
+            Err(error) => return reply.failed(error),
         };
         OWN.with_borrow_mut(|own| {
             if own.is_none() {
@@ -65,16 +82,16 @@ impl Tree {
         if self.exclusive { stamp.identity() } else { stamp }
     }
 
-    fn read_below(&self, open: &OpenFile, offset_bytes: u64, length_bytes: usize, reply: ReplyData) {
+    fn read_below(&self, open: &OpenFile, offset_bytes: u64, length_bytes: usize, reply: impl Bytes) {
         self.call_another();
         let mut into = vec![0; length_bytes];
         match self.lower.read(&open.fd, offset_bytes, &mut into) {
-            Ok(length) => reply.data(&into[..length]),
-            Err(error) => reply.error(errno(error)),
+            Ok(length) => reply.bytes(&into[..length], false),
+            Err(error) => reply.failed(error),
         }
     }
 
-    fn read_through(&self, own: &mut Own, open: &OpenFile, offset_bytes: u64, length_bytes: usize, reply: ReplyData) {
+    fn read_through(&self, own: &mut Own, open: &OpenFile, offset_bytes: u64, length_bytes: usize, reply: impl Bytes) {
         let Ok(stat) = look(&open.fd) else { return self.read_below(open, offset_bytes, length_bytes, reply) };
         let (size_bytes, stamp) = (stat.stx_size, self.version_of(&stat));
         let end_bytes = offset_bytes.saturating_add(length_bytes as u64).min(size_bytes);
@@ -97,11 +114,11 @@ impl Tree {
         let (begin, end) = ((offset_bytes - first * PAGE) as usize, (end_bytes - first * PAGE) as usize);
         let is_whole = match read {
             Ok(valid) => {
-                reply.data(&pages.as_flattened()[begin..end.min(valid).max(begin)]);
+                reply.bytes(&pages.as_flattened()[begin..end.min(valid).max(begin)], found.contains(&false));
                 valid == pages.len() * PAGE as usize
             }
             Err(error) => {
-                reply.error(errno(error));
+                reply.failed(error);
                 false
             }
         };

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use compcache_testkit::features::Feature;
 
-use crate::support::{PATIENCE, Tree, can_mount, compcache, said, scratch};
+use crate::support::{PATIENCE, Tree, by_rings, can_mount, compcache, said, scratch};
 
 const MIB: usize = 1 << 20;
 
@@ -488,7 +488,7 @@ fn a_line_of_fstab_mounts_in_the_background_and_umount_ends_it() {
         let mut command = Command::new("mount");
         command.args(["-t", "fuse", "-o", options, &whole]).arg(path("target"));
         // Its output ends when everybody who has it has let go of it.
-        command.output().unwrap()
+        by_rings::mounting(|| command.output()).unwrap()
     };
     let umount = || Command::new("umount").arg(path("target")).output().unwrap();
     let mounted = |options: &str| {
@@ -531,6 +531,11 @@ fn a_line_of_fstab_mounts_in_the_background_and_umount_ends_it() {
         assert!(Instant::now() < until, "a server is left");
         thread::sleep(Duration::from_millis(20));
     }
+}
+
+#[test]
+fn all_of_this_holds_by_io_uring() {
+    by_rings::run_again("mount", "all_of_this_holds_by_io_uring");
 }
 
 /// Whether there is a process that was told of this place.

@@ -4,7 +4,7 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::process::{Command, Stdio};
 
-use crate::support::{can_mount, compcache, scratch};
+use crate::support::{by_rings, can_mount, compcache, scratch};
 
 const NOBODY: u32 = 65534;
 
@@ -30,12 +30,12 @@ mounted() { for _ in $(seq 100); do grep -q " $PWD/target fuse" /proc/mounts && 
 # Whatever fails, nobody is left who holds what we wait for the end of.
 trap 'kill -9 ${server:-} 2>/dev/null || true' EXIT
 "#;
-    let output = Command::new("unshare")
+    let mut command = Command::new("unshare");
+    command
         .args(["--mount", "--propagation", "private", "sh", "-euc", OPEN_DEVICE, "sh", &format!("{begin}{script}")])
         .current_dir(place.path())
-        .stdin(Stdio::null())
-        .output()
-        .expect("there is unshare");
+        .stdin(Stdio::null());
+    let output = by_rings::mounting(|| command.output()).expect("there is unshare");
     let (out, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{script}\n{out}\n{error}");
     out.into_owned()

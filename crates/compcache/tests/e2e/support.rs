@@ -1,6 +1,7 @@
 //! Runs programs with and without compcache, and knows what to do when they hang; starts servers of disks.
 
 mod build;
+pub mod by_rings;
 mod diagnose;
 mod run;
 mod server;

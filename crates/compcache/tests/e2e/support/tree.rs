@@ -13,7 +13,7 @@ use compcache_testkit::features::{Feature, requires};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{PATIENCE, compcache, said, scratch};
+use super::{PATIENCE, by_rings, compcache, said, scratch};
 
 /// Whether trees can be mounted here, and there are these programs.
 pub fn can_mount(programs: &[&'static str]) -> bool {
@@ -66,10 +66,15 @@ impl Tree {
             // SAFETY: that is all that is done between fork and exec.
             unsafe { command.pre_exec(set) };
         }
-        let mut child = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().expect("compcache can be started");
-        let mut line = String::new();
-        BufReader::new(child.stderr.take().expect("it is piped")).read_line(&mut line).expect("it says text");
-        assert!(line.contains("is mounted on"), "it said {line:?}");
+        let child = by_rings::mounting(|| {
+            let mut child =
+                command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().expect("compcache can be started");
+            let mut line = String::new();
+            BufReader::new(child.stderr.take().expect("it is piped")).read_line(&mut line).expect("it says text");
+            assert!(line.contains("is mounted on"), "it said {line:?}");
+            child
+        });
+        by_rings::check(child.id());
         Tree { child, directory, over }
     }
 

@@ -1,0 +1,71 @@
+//! Trees that are served by io_uring: the tests of mounts once more, in a process of their own.
+//!
+//! Whether it is used is decided when a tree is mounted, by a parameter that is the whole machine's. So it is set for that moment alone, and others
+//! who mount in the meantime wait.
+
+use std::env;
+use std::fs::{self, File};
+use std::process::Command;
+
+use compcache_testkit::features::{Feature, requires};
+
+/// Set where trees are to be served so.
+const BY_RINGS: &str = "COMPCACHE_TEST_BY_RINGS";
+const PARAMETER: &str = "/sys/module/fuse/parameters/enable_uring";
+
+fn are_meant() -> bool {
+    env::var_os(BY_RINGS).is_some()
+}
+
+/// What the kernel's parameter was; it is again when this is dropped.
+struct Set(String);
+
+impl Set {
+    fn to(value: &str) -> Set {
+        let before = fs::read_to_string(PARAMETER).expect("it is there");
+        fs::write(PARAMETER, value).expect("root may");
+        Set(before)
+    }
+}
+
+impl Drop for Set {
+    fn drop(&mut self) {
+        let _ = fs::write(PARAMETER, self.0.trim());
+    }
+}
+
+/// Calls `mount`, which mounts a tree: to be served by io_uring if that is meant, and not while another process has it set.
+pub fn mounting<T>(mount: impl FnOnce() -> T) -> T {
+    let path = concat!(env!("CARGO_TARGET_TMPDIR"), "/mounting.lock");
+    let lock = File::create(path).expect("a file under the build directory");
+    if !are_meant() {
+        lock.lock_shared().expect("a lock");
+        return mount();
+    }
+    lock.lock().expect("a lock");
+    let _set = Set::to("Y");
+    mount()
+}
+
+/// Fails unless process `pid` serves its trees as it is meant to.
+#[track_caller]
+pub fn check(pid: u32) {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("it runs");
+    let names = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    let rings = names.filter(|name| name.starts_with("fuse-ring")).count();
+    assert!(rings > 0 || !are_meant(), "it has no threads for rings");
+}
+
+/// Runs this program's tests with `filter` in their names again, but for `but`, the caller.
+pub fn run_again(filter: &str, but: &str) {
+    if are_meant() || !requires(&[Feature::Root, Feature::Fuse, Feature::FuseRings]) {
+        return;
+    }
+    let program = env::current_exe().expect("it runs");
+    let output =
+        Command::new(program).args([filter, "--skip", but]).env(BY_RINGS, "1").output().expect("it runs again");
+    let printed = String::from_utf8_lossy(&output.stdout);
+    eprintln!("{printed}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "by io_uring: {}", output.status);
+    assert!(!printed.contains(" 0 passed"), "nothing was run");
+}
