@@ -39,4 +39,4 @@ mod watch;
 
 pub use compcache_cache::CacheStats;
 pub use error::FsError;
-pub use mount::{Forbidden, Mount, MountOptions, unmount};
+pub use mount::{Forbidden, Mount, MountOptions, is_dead, unmount};

@@ -195,6 +195,11 @@ impl Drop for Mount {
     }
 }
 
+/// Whether what failed there says that the mount's server has died: before it was asked, or while it was.
+pub fn is_dead(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::NotConnected | ErrorKind::ConnectionAborted)
+}
+
 /// Unmounts the tree at `target`, whether its server lives or not.
 ///
 /// # Errors
@@ -234,9 +239,9 @@ fn places(options: &MountOptions) -> Result<(PathBuf, PathBuf), FsError> {
         let path = fs::canonicalize(path)?;
         if fs::metadata(&path)?.is_dir() { Ok(path) } else { Err(io::Error::from(ErrorKind::NotADirectory)) }
     };
-    let named = |error: io::Error, path: &Path| match error.raw_os_error() {
-        Some(code) if code == Errno::NOTCONN.raw_os_error() => FsError::Dead { path: path.to_owned() },
-        _ => FsError::Target { path: path.to_owned(), error },
+    let named = |error: io::Error, path: &Path| {
+        let path = path.to_owned();
+        if is_dead(&error) { FsError::Dead { path } } else { FsError::Target { path, error } }
     };
     let target = whole(&options.target).map_err(|error| named(error, &options.target))?;
     let source = whole(&options.source).map_err(|error| FsError::Source { path: options.source.clone(), error })?;

@@ -11,7 +11,7 @@
 //! nothing on the machine.
 
 use std::env;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -39,7 +39,7 @@ pub enum Feature {
     Loop,
     /// The fuse device.
     Fuse,
-    /// Requests of FUSE's by io_uring, which the superuser may enable: Linux 6.14.
+    /// Requests of FUSE's by io_uring, which the superuser may enable: Linux 6.14, and no more processors than we want queues for.
     FuseRings,
     /// The kernel's driver for block devices that are served from user space.
     Ublk,
@@ -73,7 +73,7 @@ impl Feature {
             Feature::CgroupMemory => Feature::CgroupMemoryV1.probe().or_else(|_| cgroup_v2()),
             Feature::Loop => exists("/dev/loop-control"),
             Feature::Fuse => exists("/dev/fuse"),
-            Feature::FuseRings => exists("/sys/module/fuse/parameters/enable_uring"),
+            Feature::FuseRings => fuse_rings(),
             Feature::Ublk => exists("/dev/ublk-control"),
             Feature::UblkResize => Feature::Ublk.probe().and_then(|()| since((6, 16))),
             Feature::IoUring => io_uring(),
@@ -124,6 +124,21 @@ pub fn find_program(name: &str) -> Option<PathBuf> {
 
 fn exists(path: &str) -> Result<(), String> {
     if Path::new(path).exists() { Ok(()) } else { Err(format!("{path} is missing")) }
+}
+
+fn fuse_rings() -> Result<(), String> {
+    const PARAMETER: &str = "/sys/module/fuse/parameters/enable_uring";
+    const POSSIBLE: &str = "/sys/devices/system/cpu/possible";
+    const QUEUES_MAX: u32 = 16;
+
+    let writable = OpenOptions::new().write(true).open(PARAMETER);
+    writable.map_err(|error| format!("{PARAMETER} cannot be written: {error}"))?;
+    let possible = fs::read_to_string(POSSIBLE).unwrap_or_default();
+    let last = possible.trim().rsplit(['-', ',']).next().and_then(|last| last.parse::<u32>().ok());
+    match last {
+        Some(last) if last < QUEUES_MAX => Feature::IoUring.probe(),
+        _ => Err(format!("there may be more than {QUEUES_MAX} processors: {}", possible.trim())),
+    }
 }
 
 fn bit(word: u64, number: u32, why: &str) -> Result<(), String> {

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use compcache_fs::{CacheStats, FsError, Mount, MountOptions};
+use compcache_fs::{CacheStats, FsError, Mount, MountOptions, is_dead};
 use rustix::fs::{XattrFlags, getxattr, setxattr};
 use rustix::io::Errno;
 use sd_notify::NotifyState;
@@ -164,7 +164,9 @@ fn ours(target: &Path) -> anyhow::Result<()> {
 fn refused(target: &Path, error: Errno) -> anyhow::Error {
     let place = target.display();
     match error {
-        Errno::NOTCONN => anyhow!("the server of {place} was killed; end the mount with `compcache umount {place}`"),
+        error if is_dead(&error.into()) => {
+            anyhow!("the server of {place} was killed; end the mount with `compcache umount {place}`")
+        }
         Errno::PERM | Errno::ACCESS => anyhow!("{place} is another user's mount; run this as that user, or as root"),
         error => anyhow::Error::new(error).context(format!("the server of {place} refused")),
     }
