@@ -244,9 +244,10 @@ fn times_are_kept_to_the_nanosecond() {
             (-86_400, 1),
             (4_000_000_000, 999_999_999),
         ] {
-            let time = libc::timespec { tv_sec: seconds, tv_nsec: ns };
+            let accessed = libc::timespec { tv_sec: seconds, tv_nsec: ns };
+            let modified = libc::timespec { tv_sec: seconds + 7, tv_nsec: 999_999_999 - ns };
             for path in [&file, &link] {
-                let (name, set) = (c(path), [time, time]);
+                let (name, set) = (c(path), [accessed, modified]);
                 let nofollow = libc::AT_SYMLINK_NOFOLLOW;
                 step!(log, call!(utimensat(libc::AT_FDCWD, name.as_ptr(), set.as_ptr(), nofollow)));
                 step!(log, times(path)?);
