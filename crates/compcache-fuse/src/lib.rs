@@ -9,4 +9,4 @@ mod linger;
 mod rings;
 
 pub use linger::{AfterThis, Linger};
-pub use rings::{Answer, Asked, Rings, Serve, queues};
+pub use rings::{Answer, Asked, ENABLED, QUEUES_MAX, Rings, Serve, queues};

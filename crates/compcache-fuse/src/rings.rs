@@ -39,7 +39,8 @@ use io_uring::{IoUring, opcode};
 use rustix::io::Errno;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-const ENABLED: &str = "/sys/module/fuse/parameters/enable_uring";
+/// The kernel's parameter: `Y` where it agrees to io_uring. It is there since Linux 6.14.
+pub const ENABLED: &str = "/sys/module/fuse/parameters/enable_uring";
 const POSSIBLE: &str = "/sys/devices/system/cpu/possible";
 
 /// Threads of all queues, about, of which each has two to four.
@@ -48,7 +49,7 @@ const THREADS: usize = 32;
 const ALONE_MANY: u32 = 8;
 
 /// With more processors there would be more threads and memory than they are worth.
-const QUEUES_MAX: usize = 16;
+pub const QUEUES_MAX: usize = 16;
 
 // `enum fuse_uring_cmd`.
 const REGISTER: u32 = 1;

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use compcache_block::ublk;
+use compcache_fuse::{ENABLED, QUEUES_MAX};
 use rustix::fs::Access;
 use rustix::process::geteuid;
 use rustix::thread::{CapabilitySet, capabilities};
@@ -45,8 +46,7 @@ struct Facts {
     /// None where no disk can be served by it.
     ublk_resize: Option<bool>,
     fuse: Device,
-    /// None where the kernel is too old for it.
-    fuse_by_io_uring: Option<bool>,
+    fuse_by_io_uring: Rings,
     loop_control: Device,
     nbd: Device,
     preload_object: Option<String>,
@@ -56,8 +56,27 @@ struct Facts {
     mount: Way,
 }
 
-/// Whether the kernel hands on FUSE's requests by io_uring, if it is asked to.
-const FUSE_RINGS: &str = "/sys/module/fuse/parameters/enable_uring";
+/// Whether mounts are served by io_uring.
+#[derive(Clone, Copy, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Rings {
+    Used,
+    /// The kernel could, and is not to.
+    NotEnabled,
+    /// It is enabled, and this machine or container is not one for it.
+    Unsuitable,
+    /// The kernel is too old.
+    Absent,
+}
+
+fn rings() -> Rings {
+    match kernel::setting(ENABLED).as_deref() {
+        Some("Y") if compcache_fuse::queues().is_some() => Rings::Used,
+        Some("Y") => Rings::Unsuitable,
+        Some(_) => Rings::NotEnabled,
+        None => Rings::Absent,
+    }
+}
 
 /// A device node of the kernel's.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize)]
@@ -115,7 +134,7 @@ impl Facts {
             ublk: device("/dev/ublk-control"),
             ublk_resize: ublk::probe().ok().map(|abilities| abilities.resize),
             fuse: device("/dev/fuse"),
-            fuse_by_io_uring: kernel::setting(FUSE_RINGS).map(|enabled| enabled == "Y"),
+            fuse_by_io_uring: rings(),
             loop_control: device("/dev/loop-control"),
             nbd: device("/dev/nbd0"),
             preload_object: object.as_ref().ok().map(|path| path.display().to_string()),
@@ -262,9 +281,17 @@ impl Display for Facts {
         }
         row(f, "FUSE", &self.fuse)?;
         match self.fuse_by_io_uring {
-            Some(true) => row(f, "- by io_uring", &"yes")?,
-            Some(false) => row(f, "- by io_uring", &format!("no; Y in {FUSE_RINGS} makes mounts faster"))?,
-            None => row(f, "- by io_uring", &"no; Linux 6.14 or newer is needed")?,
+            Rings::Used => row(f, "- by io_uring", &"yes")?,
+            Rings::NotEnabled => row(f, "- by io_uring", &format!("no; Y in {ENABLED} makes mounts faster"))?,
+            Rings::Unsuitable => {
+                let most = QUEUES_MAX;
+                row(
+                    f,
+                    "- by io_uring",
+                    &format!("no; not with more than {most} processors, or where io_uring is forbidden"),
+                )?
+            }
+            Rings::Absent => row(f, "- by io_uring", &"no; Linux 6.14 or newer is needed")?,
         }
         row(f, "loop", &self.loop_control)?;
         row(f, "NBD", &self.nbd)?;

@@ -222,8 +222,7 @@ impl Tree {
 
     /// `fuse_entry_out`.
     fn entry_bytes(&self, known: &FileAttr, generation: u64) -> [u8; ENTRY_BYTES] {
-        let (seconds, fraction) =
-            (self.remembered.as_secs().to_ne_bytes(), self.remembered.subsec_nanos().to_ne_bytes());
+        let (seconds, fraction) = self.believed();
         let mut entry = [0; ENTRY_BYTES];
         let (number, generation) = (known.ino.0.to_ne_bytes(), generation.to_ne_bytes());
         put(&mut entry, &[&number, &generation, &seconds, &seconds, &fraction, &fraction, &attr(known)]);
@@ -232,9 +231,13 @@ impl Tree {
 
     /// `fuse_attr_out`.
     fn attr_out(&self, known: &FileAttr, payload: &mut [u8]) -> usize {
-        let (seconds, fraction) =
-            (self.remembered.as_secs().to_ne_bytes(), self.remembered.subsec_nanos().to_ne_bytes());
+        let (seconds, fraction) = self.believed();
         put(payload, &[&seconds, &fraction, &[0; 4], &attr(known)])
+    }
+
+    /// For how long: seconds, nanoseconds.
+    fn believed(&self) -> ([u8; 8], [u8; 4]) {
+        (self.remembered.as_secs().to_ne_bytes(), self.remembered.subsec_nanos().to_ne_bytes())
     }
 
     /// `fuse_statfs_out`.
