@@ -90,6 +90,9 @@ pub enum Step {
     /// `LOOP_CONFIGURE`.
     #[error("set up the loop device")]
     Configure,
+    /// `queue/write_cache` of the loop device.
+    #[error("have flushes of the loop device passed on (`write back`)")]
+    WriteCache,
     /// `LOOP_SET_CAPACITY`.
     #[error("tell the loop device its new size")]
     Resize,

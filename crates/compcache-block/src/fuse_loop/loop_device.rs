@@ -56,12 +56,15 @@ impl LoopDevice {
                 Err(Errno::BUSY) => continue,
                 Err(error) => return Err(FuseLoopError::at(Step::Configure, &node)(error)),
             }
-            if attribute(number, "dio").is_none_or(|value| value != Path::new("1")) {
+            let usable = match attribute(number, "loop/dio").is_some_and(|value| value == Path::new("1")) {
+                true => device.pass_flushes_on(),
+                false => Err(FuseLoopError::NotDirect { path: node }),
+            };
+            if usable.is_err() {
                 // SAFETY: the request takes no argument. The device is ours, configured above.
                 let _ = unsafe { ioctl(&opened, NoArg::<{ LOOP_CLR_FD as Opcode }>::new()) };
-                return Err(FuseLoopError::NotDirect { path: node });
             }
-            return Ok(device);
+            return usable.map(|()| device);
         }
         Err(FuseLoopError::NoneFree { attempts: ATTEMPTS })
     }
@@ -149,20 +152,37 @@ impl LoopDevice {
         }
     }
 
+    /// Sees to it that flushes reach the file. The kernel keeps a loop device's `write through`, which somebody may have set, for
+    /// whoever has the device next, and then answers flushes itself.
+    fn pass_flushes_on(&self) -> Result<(), FuseLoopError> {
+        let path = PathBuf::from(format!("/sys/block/loop{}/{WRITE_CACHE}", self.number));
+        let is_on = || attribute(self.number, WRITE_CACHE).is_some_and(|value| value == Path::new(WRITE_BACK));
+        if is_on() {
+            return Ok(());
+        }
+        fs::write(&path, WRITE_BACK).map_err(FuseLoopError::at(Step::WriteCache, &path))?;
+        let refused = io::Error::new(io::ErrorKind::Unsupported, "the kernel keeps it as it is");
+        if is_on() { Ok(()) } else { Err(FuseLoopError::at(Step::WriteCache, &path)(refused)) }
+    }
+
     /// Whether the device is still over our file.
     fn is_attached(&self) -> bool {
         // Its name is nobody else's; the path before it is gone with the mount, if that was in a namespace of the server's.
-        attribute(self.number, "backing_file").is_some_and(|file| file.file_name() == self.file.file_name())
+        attribute(self.number, "loop/backing_file").is_some_and(|file| file.file_name() == self.file.file_name())
     }
 }
 
 /// The node through which loop devices are had.
 pub(super) const CONTROL: &str = "/dev/loop-control";
 
+/// Whether a device passes flushes on, and what it says then.
+const WRITE_CACHE: &str = "queue/write_cache";
+const WRITE_BACK: &str = "write back";
+
 /// An attribute of a loop device that is in use.
 fn attribute(number: u32, name: &str) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStringExt;
-    let mut value = fs::read(format!("/sys/block/loop{number}/loop/{name}")).ok()?;
+    let mut value = fs::read(format!("/sys/block/loop{number}/{name}")).ok()?;
     if value.last() == Some(&b'\n') {
         value.pop();
     }

@@ -2,6 +2,7 @@
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -94,6 +95,41 @@ fn a_flush_reaches_the_device_and_so_does_forced_unit_access() {
     assert!(flushes() > before + 1, "a write with O_DSYNC came without a flush");
     drop((file, forced));
     served.remove();
+}
+
+#[test]
+fn a_flush_reaches_the_device_also_where_somebody_had_the_loop_device_write_through() {
+    if !can_serve(&[]) {
+        return;
+    }
+    let write_cache = |path: &Path| {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        format!("/sys/block/{name}/queue/write_cache")
+    };
+    // Others take loop devices as well, and may take this one first.
+    for _ in 0..50 {
+        let before = Served::new(Arc::new(Spied::new(disk(MIB))));
+        let path = before.disk.path().to_owned();
+        fs::write(write_cache(&path), "write through").unwrap();
+        before.remove();
+        let spied = Arc::new(Spied::new(disk(MIB)));
+        let served = Served::new(spied.clone());
+        assert_eq!(fs::read_to_string(write_cache(served.disk.path())).unwrap().trim(), "write back");
+        let is_the_same = served.disk.path() == path;
+        let file = served.open();
+        let mut bytes = Aligned::new(BLOCK_BYTES);
+        fill_run(bytes.get(), 0, 1);
+        file.write_all_at(bytes.get(), 0).unwrap();
+        let flushes = spied.flushes.load(Ordering::SeqCst);
+        file.sync_all().unwrap();
+        assert_eq!(spied.flushes.load(Ordering::SeqCst), flushes + 1);
+        drop(file);
+        served.remove();
+        if is_the_same {
+            return;
+        }
+    }
+    panic!("the kernel never gave the same loop device again");
 }
 
 #[test]
