@@ -195,9 +195,9 @@ impl Drop for Mount {
     }
 }
 
-/// Whether what failed there says that the mount's server has died: before it was asked, or while it was.
+/// Whether what failed there says that the mount's server has died: before it was asked, or while it was, through /dev/fuse or by io_uring.
 pub fn is_dead(error: &io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::NotConnected | ErrorKind::ConnectionAborted)
+    matches!(Errno::from_io_error(error), Some(Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED))
 }
 
 /// Unmounts the tree at `target`, whether its server lives or not.

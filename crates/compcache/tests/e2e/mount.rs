@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -383,6 +383,29 @@ fn a_killed_server_loses_nothing_that_was_synced_and_its_mount_can_be_ended() {
         tree.ok(&["umount"]);
         assert_eq!(fs::read_dir(tree.target()).unwrap().count(), 0);
     }
+}
+
+#[test]
+fn who_asks_a_server_that_dies_before_it_answers_is_told_that_it_is_dead() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&[]);
+    // SAFETY: it takes numbers, and the process is our child, not yet waited for.
+    let send = |pid: u32, signal| assert_eq!(unsafe { libc::kill(pid as i32, signal) }, 0);
+    send(tree.child.id(), libc::SIGSTOP);
+    let show = Command::new(compcache()).arg("show").arg(tree.target()).stderr(Stdio::piped()).spawn().unwrap();
+    let asks = || fs::read_to_string(format!("/proc/{}/wchan", show.id())).unwrap_or_default();
+    let until = Instant::now() + Duration::from_secs(30);
+    while !["fuse", "request_wait_answer"].iter().any(|place| asks().contains(place)) {
+        assert!(Instant::now() < until, "it waits for something else: {}", asks());
+        thread::sleep(Duration::from_millis(10));
+    }
+    send(tree.child.id(), libc::SIGKILL);
+    tree.child.wait().unwrap();
+    let show = show.wait_with_output().unwrap();
+    assert!(!show.status.success() && said(&show).contains("was killed"), "{}", said(&show));
+    tree.ok(&["umount"]);
 }
 
 #[test]
