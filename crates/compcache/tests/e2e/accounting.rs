@@ -3,12 +3,14 @@
 //! `tests/programs/holds.c` holds memory whose place it prints, so that its resident pages are counted in
 //! `/proc/PID/pagemap`, whatever our own statistics say; `grows.c` does the same with a heap that grows in small pieces.
 //! Those that measure how much there is at a moment run alone: how far a program gets ahead of the pager depends on who else
-//! wants the processors.
+//! wants the processors. They come first of all (tests run in the order of their names): one that waits in the midst of others to be alone
+//! has all wait that come after it.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use crate::spill;
 use crate::support::{Cap, Program, Running, Way, alone, beside_others, sample_until, trap_program, ways};
 
 const MIB: u64 = 1 << 20;
@@ -169,6 +171,30 @@ fn total_memory_stays_within_a_tenth_of_ram() {
 }
 
 /// Under the kernel's reclaim, and under ours without the small queue, every page of every pass comes from the pool.
+#[test]
+fn the_limit_holds_whatever_the_content_where_it_spills() {
+    let _alone = alone();
+    for way in ways() {
+        let place = spill::place();
+        let mut running = spill::waiting(place.path(), way);
+        let pid = running.pids_named("spills")[0];
+        running.write_input(b"again\nand again\n");
+        let mut samples = Vec::new();
+        while running.stdout_so_far().matches("right\n").count() < 2 {
+            samples.extend(total_bytes(pid));
+            assert!(samples.len() < 60_000, "it does not come to an end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        running.close_input();
+        spill::must_have_spilled(&running.finish());
+        samples.sort_unstable();
+        let [middle, peak] = [samples.len() / 2, samples.len() - 1].map(|at| samples[at]);
+        eprintln!("{way:?}: total median {} KiB, peak {} KiB of {} KiB", middle >> 10, peak >> 10, 40 << 10);
+        assert!(peak <= 44 * MIB, "{way:?}: {peak} bytes under a limit of 40 MiB");
+        assert!(middle >= 20 * MIB, "{way:?}: only {middle} bytes of 40 MiB are used");
+    }
+}
+
 #[test]
 fn a_scan_finds_a_part_of_its_memory_still_there() {
     const PASSES: u64 = 6;

@@ -6,19 +6,17 @@
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use tempfile::TempDir;
 
-use crate::accounting::total_bytes;
 use crate::support::{
-    Cap, Outcome, Program, Running, Way, alone, beside_others, memory_tester, sample_until, trap_program, ways,
+    Cap, Outcome, Program, Running, Way, beside_others, memory_tester, sample_until, trap_program, ways,
 };
 
 const MIB: u64 = 1 << 20;
 
 /// A directory on the disk that the build is on.
-fn place() -> TempDir {
+pub fn place() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory under the build directory")
 }
 
@@ -35,7 +33,7 @@ fn is_empty(place: &Path) -> bool {
 }
 
 #[track_caller]
-fn must_have_spilled(outcome: &Outcome) {
+pub fn must_have_spilled(outcome: &Outcome) {
     assert!(outcome.status.success(), "{}", outcome.explain());
     let [written, read] = ["spill_written_pages", "spill_read_pages"].map(|name| outcome.stat(name));
     assert!(written > 1000 && read > 100, "{written} pages written, {read} read: {}", outcome.explain());
@@ -131,34 +129,10 @@ fn what_compresses_and_is_eight_times_the_memory_is_right() {
 }
 
 /// Holds 160 MiB that do not compress, in 40 MiB.
-fn waiting(place: &Path, way: Way) -> Running {
+pub fn waiting(place: &Path, way: Way) -> Running {
     let mut running = spills(&["waits", "160"], place).piped_input().start(way, &Cap::Ram(40 * MIB));
     running.await_output("ready\n");
     running
-}
-
-#[test]
-fn the_limit_holds_whatever_the_content() {
-    let _alone = alone();
-    for way in ways() {
-        let place = place();
-        let mut running = waiting(place.path(), way);
-        let pid = running.pids_named("spills")[0];
-        running.write_input(b"again\nand again\n");
-        let mut samples = Vec::new();
-        while running.stdout_so_far().matches("right\n").count() < 2 {
-            samples.extend(total_bytes(pid));
-            assert!(samples.len() < 60_000, "it does not come to an end");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        running.close_input();
-        must_have_spilled(&running.finish());
-        samples.sort_unstable();
-        let [middle, peak] = [samples.len() / 2, samples.len() - 1].map(|at| samples[at]);
-        eprintln!("{way:?}: total median {} KiB, peak {} KiB of {} KiB", middle >> 10, peak >> 10, 40 << 10);
-        assert!(peak <= 44 * MIB, "{way:?}: {peak} bytes under a limit of 40 MiB");
-        assert!(middle >= 20 * MIB, "{way:?}: only {middle} bytes of 40 MiB are used");
-    }
 }
 
 /// The spill file of a process, as one of its threads has it.
@@ -271,7 +245,7 @@ fn programs_of_several_processes_print_the_same_with_most_of_it_in_files() {
     let sort = format!("sort --parallel=3 -S 300M {} | sha256sum", lines.display());
     let python = Program::new("python3").args(["-c", python]);
     let sort = Program::new("sh").args(["-c", &sort]).env("LC_ALL", "C");
-    for (program, ram_mib) in [(python, 40), (sort, 24)] {
+    for (program, ram_mib) in [(python, 64), (sort, 24)] {
         let bare = program.bare();
         assert!(bare.status.success() && !bare.stdout.is_empty(), "{}", bare.explain());
         for way in ways() {

@@ -5,13 +5,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, RwLockReadGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
 use serde_json::Value;
 
-use crate::support::{Server, alone, memory_tester};
+use crate::support::{Server, beside_others, memory_tester};
 
 const NEEDED: [Feature; 6] = [
     Feature::Root,
@@ -24,6 +25,14 @@ const NEEDED: [Feature; 6] = [
 
 /// Before all other swap there may be; `--unprotected`, for containers in which root is not all root.
 const ON: [&str; 8] = ["swap", "on", "--size", "512M", "--priority", "32767", "--unprotected", "--name"];
+
+/// The machine has one list of swap, and one setting of its watermarks.
+static SWAP: Mutex<()> = Mutex::new(());
+
+/// No other test here changes them meanwhile.
+fn the_machines_swap() -> (MutexGuard<'static, ()>, RwLockReadGuard<'static, ()>) {
+    (SWAP.lock().unwrap_or_else(|poisoned| poisoned.into_inner()), beside_others())
+}
 
 /// Swap of a server of the test's own, off at the end whatever happens.
 struct Swap {
@@ -113,7 +122,7 @@ fn swap_is_on_until_it_is_off_and_the_disk_stays_as_long() {
     if !requires(&NEEDED) {
         return;
     }
-    let _alone = alone();
+    let _ours = the_machines_swap();
     let swap = Swap::on();
     let swaps = fs::read_to_string("/proc/swaps").unwrap();
     let line = swaps.lines().find(|line| line.starts_with(&format!("{} ", swap.device))).expect("it is on");
@@ -144,7 +153,7 @@ fn a_server_that_swap_is_on_is_locked_in_memory_and_by_itself() {
     if !requires(&NEEDED) {
         return;
     }
-    let _alone = alone();
+    let _ours = the_machines_swap();
     let swap = Swap::on();
     let kib = |key: &str| swap.status(key).trim_end_matches(" kB").parse::<u64>().expect("a number");
     // All that is there is locked: it maps much more than it uses.
@@ -174,7 +183,7 @@ fn a_program_in_a_memory_cgroup_finds_every_byte_that_was_swapped_out() {
     if !requires(&NEEDED) {
         return;
     }
-    let _alone = alone();
+    let _ours = the_machines_swap();
     let swap = Swap::on();
     let cgroup = Cgroup::new(64 << 20);
     let output = cgroup.output(memory_tester(), &["--seed", "7", "--seconds", "4", "--mb", "160", "--threads", "3"]);
@@ -194,7 +203,7 @@ fn swap_that_cannot_be_made_leaves_nothing_behind() {
     if !requires(&NEEDED) {
         return;
     }
-    let _alone = alone();
+    let _ours = the_machines_swap();
     let server = Server::start(&["--memory", "256M"]);
     let on = |arguments: &[&'static str]| [&["swap", "on", "--unprotected"][..], arguments].concat();
     server.refuses(&on(&["--size", "8K"]), &["swap stays as it was", "mkswap"]);

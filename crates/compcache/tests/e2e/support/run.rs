@@ -69,7 +69,7 @@ impl Cap {
     }
 }
 
-// Tests that measure run alone, all others beside each other.
+// Tests that measure run alone (all of them in `accounting.rs`, whose header says why), all others beside each other.
 static MACHINE: RwLock<()> = RwLock::new(());
 
 /// Nothing else runs while this is held.
