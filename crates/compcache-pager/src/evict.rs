@@ -10,6 +10,7 @@
 //! # Source
 //! The refault distance is `mm/workingset.c`.
 
+use crate::cold::Cold;
 use crate::compress;
 use crate::cpus::Clear;
 use crate::events;
@@ -58,6 +59,8 @@ pub struct Evictor {
     pub worker: Worker,
     pub maps: MapsBuffer,
     pub(crate) hand: Hand,
+    /// What makes groups of cold pages, if that is wanted.
+    cold: Option<Cold>,
     clear: Clear,
     found: Box<Ranges<REGIONS_MAX>>,
     fresh: Box<Ranges<REGIONS_MAX>>,
@@ -94,11 +97,12 @@ struct Look {
 
 impl Evictor {
     /// An evictor with all its buffers.
-    pub fn new(worker: Worker) -> Box<Evictor> {
+    pub fn new(worker: Worker, cold: Option<Cold>) -> Box<Evictor> {
         Box::new(Evictor {
             worker,
             maps: MapsBuffer::new(),
             hand: Hand::new(),
+            cold,
             clear: Clear::default(),
             // SAFETY: pairs of numbers are valid when zero.
             found: unsafe { boxed_zeroed() },
@@ -120,6 +124,9 @@ impl Evictor {
     pub fn reset(&mut self) {
         core::mem::forget(self.files.take());
         self.hand.reset();
+        if let Some(cold) = &mut self.cold {
+            cold.reset();
+        }
         (self.cpu_ns, self.busy_at_ns) = (0, clock_ns());
     }
 
@@ -208,10 +215,11 @@ impl Evictor {
             if self.is_unfinished() {
                 return NAP_MIN_NS;
             }
+            let again_ns = if look.evicts { NAP_MAX_NS } else { self.recompress(pager) };
             let headroom_bytes = (-look.over_pages).max(0) as u64 * PAGE as u64;
             let until_full_ns = headroom_bytes * 1_000_000_000 / GROWTH_BYTES_PER_S;
             let floor_ns = if look.idle { NAP_IDLE_NS } else { NAP_MIN_NS };
-            return until_full_ns.clamp(floor_ns, NAP_MAX_NS);
+            return until_full_ns.clamp(floor_ns, NAP_MAX_NS).min(again_ns);
         }
     }
 
@@ -221,6 +229,14 @@ impl Evictor {
         if pager.armed.load(Acquire) && !pager.frozen.load(Acquire) {
             let _ = pager.store.compact(&mut self.worker, COMPACTED_AT_ONCE);
         }
+    }
+
+    /// A piece of what makes groups of cold pages, under the same condition. Returns when to come again at the latest.
+    fn recompress(&mut self, pager: &Pager) -> u64 {
+        let may = pager.armed.load(Acquire) && !pager.frozen.load(Acquire);
+        let cold = self.cold.as_mut().filter(|_| may);
+        let again_ns = cold.and_then(|cold| cold.go_on(pager, &mut self.worker, self.looked_at_ns));
+        again_ns.map_or(NAP_MAX_NS, |again_ns| again_ns.max(NAP_MIN_NS))
     }
 
     /// Measures the process, publishes it, and derives its limit from what the tree holds.
@@ -595,6 +611,7 @@ fn publish(pager: &Pager, resident_pages: u64, ours_bytes: u64, copies: u64) {
     // A page that is resident and has a copy is not stored: only what the copy takes counts.
     gauges.pages_stored.store(stats.pages_stored().saturating_sub(copies), Relaxed);
     gauges.same_pages.store(stats.same_pages, Relaxed);
+    gauges.grouped_pages.store(stats.grouped_pages, Relaxed);
     let not_in_pool = (copies + stats.bd_count) * PAGE as u64;
     gauges.orig_data_bytes.store(stats.orig_data_size.saturating_sub(not_in_pool), Relaxed);
     gauges.spilled_pages.store(stats.bd_count, Relaxed);

@@ -107,6 +107,7 @@ impl Handler {
 
     /// Forgets what a parent's handler was in the middle of.
     pub fn reset(&mut self) {
+        self.worker.forget_group();
         self.pending_len = 0;
         self.early.clear();
         self.unanswered = None;
@@ -585,7 +586,9 @@ impl Handler {
             let heat = if returns && page == run.asked { 2 } else { 0 };
             // A copy in the spill file could not be compared without being read.
             let in_file = pager.spill.is_some() && pager.pool.is_on_backing(PageIndex(page));
-            let in_pool = word.phase() == Phase::Stored && !in_file;
+            // Nor one in a group without decoding all of it.
+            let in_group = pager.has_groups.load(Relaxed) && pager.pool.is_grouped(PageIndex(page));
+            let in_pool = word.phase() == Phase::Stored && !in_file && !in_group;
             let may_keep = !returns && in_pool && matches!(channel.way, Way::Move { .. });
             let copy = may_keep && state.copies.keep(2 * SmallQueue::room(state.limit_pages));
             if !copy {

@@ -34,6 +34,7 @@
 
 extern crate alloc;
 
+mod cold;
 #[allow(unsafe_code, reason = "reads frames of staging")]
 mod compress;
 mod copies;

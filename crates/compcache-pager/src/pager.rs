@@ -20,6 +20,7 @@
 //! What is *not* here: policy for several processes (`shared`), what a page's word means (`table`), copies of the
 //! process (`fork`).
 
+use crate::cold::Cold;
 use crate::copies::Copies;
 use crate::cpus;
 use crate::events::EventLog;
@@ -260,6 +261,9 @@ pub struct Pager {
     pub(crate) exhausted: AtomicBool,
     /// Grows with every group of frames that becomes free: the handler waits on it when there is none.
     pub(crate) progress: AtomicU32,
+    /// Groups of cold pages have been made, and what making them has touched, bytes: [`crate::cold`].
+    pub(crate) has_groups: AtomicBool,
+    pub(crate) cold_bytes: AtomicU64,
     pub(crate) never: Box<Ranges<EXCLUDED_MAX>>,
     pub(crate) threads: Box<[AtomicUsize; THREADS_MAX]>,
     /// More threads were seen than can be told by control blocks.
@@ -335,6 +339,13 @@ impl Pager {
             Some(_) => memory::map(spill::THREADS * STACK_BYTES).map_err(no_memory)?,
             None => core::ptr::null_mut(),
         };
+        let cold = match header.recompress_after_ms.load(Relaxed) {
+            0 => None,
+            after_ms => {
+                let level = header.recompress_level.load(Relaxed) as i8;
+                Cold::new(&store, level, after_ms.saturating_mul(1_000_000), clock_ns())
+            }
+        };
         let limits = [&header.ram_limit_bytes, &header.resident_limit_bytes].map(|limit| limit.load(Relaxed));
         let ram_pages = limits[0].max(limits[1]) / PAGE as u64;
         let remaps = header.eviction_way.load(Relaxed) == EvictionWay::Remap as u32;
@@ -342,7 +353,7 @@ impl Pager {
         let (never, threads) = unsafe { (boxed_zeroed::<Ranges<EXCLUDED_MAX>>(), boxed_zeroed()) };
         let pager = Pager {
             region,
-            evictor: Box::into_raw(Evictor::new(worker()?)),
+            evictor: Box::into_raw(Evictor::new(worker()?, cold)),
             handler: Box::into_raw(Handler::new(worker()?)),
             pool,
             store: store.clone(),
@@ -360,6 +371,8 @@ impl Pager {
             turn: Turn::new(),
             exhausted: AtomicBool::new(false),
             progress: AtomicU32::new(0),
+            has_groups: AtomicBool::new(false),
+            cold_bytes: AtomicU64::new(0),
             never,
             threads,
             many_threads: AtomicBool::new(false),
@@ -626,12 +639,13 @@ impl Pager {
     /// Memory of ours in this process, bytes, besides staging (which counts as the program's: it holds its pages).
     pub fn ours_bytes(&self, state: &State) -> u64 {
         let spill = self.spill.as_ref().map_or(0, Spill::used_bytes);
-        self.store.mem_used_total_bytes() + state.table.used_bytes() + spill + FIXED_BYTES
+        let cold = self.cold_bytes.load(Relaxed);
+        self.store.mem_used_total_bytes() + state.table.used_bytes() + spill + cold + FIXED_BYTES
     }
 }
 
 /// Stacks, contexts, buffers: what a pager holds whatever the program does, measured once by hand (docs/design/pager.md).
-const FIXED_BYTES: u64 = 640 << 10;
+const FIXED_BYTES: u64 = 656 << 10;
 
 impl State {
     fn new(ram_pages: u64) -> Result<Box<State>, Errno> {

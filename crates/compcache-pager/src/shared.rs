@@ -25,7 +25,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 /// Marks a region as ours: `"CMPCRUN1"`.
 pub const MAGIC: u64 = 0x314e_5552_4350_4d43;
 /// Changes with the layout; a pager refuses a region of another version.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// How many processes of one tree can be paged at once; the ones beyond run with the cap of a lone process.
 pub const SLOTS: usize = 1024;
 /// Set by the kernel in a robust futex whose owner died.
@@ -79,6 +79,8 @@ pub struct Counters {
     pub readahead_pages: AtomicU64,
     /// Of those, the ones that were there when a run went on (each saved a fault).
     pub readahead_hits: AtomicU64,
+    /// Cold pages that were compressed again, in groups.
+    pub recompressed_pages: AtomicU64,
     /// Pages written to spill files.
     pub spill_written_pages: AtomicU64,
     /// Pages read from spill files.
@@ -98,6 +100,8 @@ pub struct Gauges {
     pub pages_stored: AtomicU64,
     /// Of those, same-filled.
     pub same_pages: AtomicU64,
+    /// Of those, in groups of cold ones.
+    pub grouped_pages: AtomicU64,
     /// Bytes the stored pages were before compression.
     pub orig_data_bytes: AtomicU64,
     /// Bytes of compressed payload.
@@ -136,6 +140,10 @@ pub struct Header {
     pub codec: AtomicU32,
     /// zstd level, as two's complement.
     pub codec_level: AtomicU32,
+    /// Pages that were not used for so long are compressed again, in groups; 0: none are.
+    pub recompress_after_ms: AtomicU64,
+    /// At this level of zstd, as two's complement.
+    pub recompress_level: AtomicU32,
     /// Limit on resident and ours together over the tree, bytes; 0 is none.
     pub ram_limit_bytes: AtomicU64,
     /// Limit on the resident part over the tree, bytes; 0 is none.
@@ -251,6 +259,7 @@ pub struct Totals {
     pub ours_bytes: u64,
     pub pages_stored: u64,
     pub same_pages: u64,
+    pub grouped_pages: u64,
     pub orig_data_bytes: u64,
     pub compr_data_bytes: u64,
     pub mem_used_total_bytes: u64,
@@ -307,6 +316,7 @@ impl Region {
             sum.ours_bytes += gauges.ours_bytes.load(Relaxed);
             sum.pages_stored += gauges.pages_stored.load(Relaxed);
             sum.same_pages += gauges.same_pages.load(Relaxed);
+            sum.grouped_pages += gauges.grouped_pages.load(Relaxed);
             sum.orig_data_bytes += gauges.orig_data_bytes.load(Relaxed);
             sum.compr_data_bytes += gauges.compr_data_bytes.load(Relaxed);
             sum.mem_used_total_bytes += gauges.mem_used_total_bytes.load(Relaxed);
@@ -360,6 +370,7 @@ impl Gauges {
             &self.ours_bytes,
             &self.pages_stored,
             &self.same_pages,
+            &self.grouped_pages,
             &self.orig_data_bytes,
             &self.compr_data_bytes,
             &self.mem_used_total_bytes,
@@ -393,6 +404,7 @@ impl Counters {
         add(&self.patched_pages, &other.patched_pages);
         add(&self.readahead_pages, &other.readahead_pages);
         add(&self.readahead_hits, &other.readahead_hits);
+        add(&self.recompressed_pages, &other.recompressed_pages);
         add(&self.spill_written_pages, &other.spill_written_pages);
         add(&self.spill_read_pages, &other.spill_read_pages);
         for (from, to) in self.fault_ns.iter().zip(&other.fault_ns) {

@@ -678,10 +678,11 @@ impl SpillParts {
     }
 }
 
-/// Reads a stored page, wherever it is, waiting for the file if it is there. False when it cannot be read.
+/// Reads a stored page, wherever it is, waiting for the file if it is there, and leaves it as it is: the process may be copied meanwhile.
+/// False when it cannot be read.
 pub fn read_stored(pager: &Pager, worker: &mut Worker, page: u64, into: &mut Page) -> bool {
     loop {
-        match (pager.pool.read(worker, PageIndex(page), into), &pager.spill) {
+        match (pager.pool.look_at(worker, PageIndex(page), into), &pager.spill) {
             (Ok(Read::Done), _) => return true,
             (Ok(Read::OnBacking(_)), Some(spill)) => match spill.read(pager, worker, PageIndex(page), into) {
                 Fetched::Done => return true,

@@ -48,7 +48,7 @@ use crate::error::StoreError;
 use crate::lock::Mutex;
 use crate::page::PAGE_SIZE;
 use crate::region::Region;
-use crate::slot::word;
+use crate::slot::{self, word};
 
 /// The most pages in a group.
 pub(crate) const MEMBERS_MAX: usize = 16;
@@ -233,6 +233,13 @@ impl Groups {
         // Before any slot names it.
         self.made.fetch_add(1, Ordering::Release);
         Ok((id, GroupSize { length: frame.len(), slot_bytes }))
+    }
+
+    /// Frees the lock of a group that nobody has: its holder is no thread of this process.
+    pub fn free_lock(&self, id: GroupId) {
+        if let Some(group) = self.entry(id) {
+            group.word.fetch_and(!(slot::LOCKED | slot::WAITERS), Ordering::Relaxed);
+        }
     }
 
     /// Which pages of a group are alive.

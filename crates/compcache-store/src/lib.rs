@@ -51,6 +51,8 @@
 extern crate alloc;
 
 #[cfg(not(loom))]
+mod ages;
+#[cfg(not(loom))]
 mod arena;
 #[cfg(not(loom))]
 mod backing;
@@ -97,6 +99,7 @@ mod sync;
 
 #[cfg(not(loom))]
 pub use crate::{
+    ages::Ages,
     backing::{
         Backing, BackingConfig, BackingStats, Batch, DailyWrites, Fetcher, FileMedium, Health, Medium, MediumError,
         Record,

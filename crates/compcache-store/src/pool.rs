@@ -224,6 +224,11 @@ impl Pool {
         index.is_valid() && slot::is_on_backing(self.core.tree.peek(&self.store.tables, index))
     }
 
+    /// Whether the page is in a group of cold ones ([`Pool::recompress`]). Waits for nobody.
+    pub fn is_grouped(&self, index: PageIndex) -> bool {
+        index.is_valid() && slot::is_grouped(self.core.tree.peek(&self.store.tables, index))
+    }
+
     /// The store's age when the page was last written or read; `None` if it is absent.
     pub fn age_of(&self, index: PageIndex) -> Option<u8> {
         let mut leaf = LeafCache::default();

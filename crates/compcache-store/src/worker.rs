@@ -51,6 +51,11 @@ impl Worker {
         self.credit.reserve_only = reserve_only;
     }
 
+    /// Forgets the group that it has read from last: in a copy of the process, whose parent's thread was in the midst of that.
+    pub fn forget_group(&mut self) {
+        self.opened.forget();
+    }
+
     /// The address ranges of the worker's memory that does not come from the allocator, and their lengths. A pager must not
     /// evict it.
     pub fn memory_ranges(&self) -> [(usize, usize); 3] {

@@ -1,4 +1,4 @@
-//! What is promised of pages that are compressed together: [S120] to [S123].
+//! What is promised of pages that are compressed together: [S120] to [S123], [S151].
 
 #![allow(unsafe_code)]
 
@@ -378,4 +378,47 @@ fn compaction_that_makes_room_for_a_group_costs_it_no_page() {
         }
         assert!(groups > 5, "{groups}");
     }
+}
+
+#[test]
+fn a_page_that_is_looked_at_stays_as_it_was() {
+    let mut place = Place::new().filled(32);
+    assert_eq!(place.recompress(0), Ok(32));
+    place.store.advance_age();
+    let mut page = [0; 4096];
+    for _ in 0..3 {
+        for index in 0..32 {
+            assert_eq!(place.pool.look_at(&mut place.worker, PageIndex(index), &mut page), Ok(Read::Done));
+            assert!(page == heap(index, 0) && place.pool.is_grouped(PageIndex(index)), "page {index}");
+            assert_eq!(place.pool.age_of(PageIndex(index)), Some(0), "page {index}");
+        }
+    }
+    // Whereas who reads it twice has it leave its group.
+    (0..2).for_each(|_| place.must_hold(7, 0));
+    assert!(!place.pool.is_grouped(PageIndex(7)) && place.grouped() == 31);
+}
+
+#[test]
+fn a_copy_of_the_process_can_read_what_a_thread_of_its_parent_was_looking_at() {
+    let mut place = Place::new().filled(16);
+    assert_eq!(place.recompress(0), Ok(16));
+    place.must_hold(3, 0);
+    // As a reader leaves them that is copied in its midst: the slot of page 3 locked, its group, too.
+    let [leaf, entry] = [2, 5].map(|range| place.store.memory_ranges()[range].0 as *mut u8);
+    // SAFETY: the store's own memory, open: the first leaf has the pages of this pool, the first entry the group. Nobody else uses it.
+    let locked = |at: *mut u8, bit: u8| unsafe { (*at & 1, *at |= bit).0 };
+    // Slots of a leaf begin with their words of four bytes.
+    assert_eq!((locked(leaf.wrapping_add(3 * 4), 1), locked(entry, 1)), (0, 0), "they were free");
+    // SAFETY: nobody else does anything with the store; that this is no child makes no difference here.
+    unsafe { place.pool.free_reader_after_fork(PageIndex(3)) };
+    place.worker.forget_group();
+    let (done, heard) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        place.must_hold(3, 0);
+        // The last of its pages frees the group, which takes its lock, too.
+        (0..16).for_each(|index| _ = place.pool.discard(PageIndex(index)));
+        done.send(place.grouped())
+    });
+    let left = heard.recv_timeout(std::time::Duration::from_secs(20));
+    assert_eq!(left, Ok(0), "a lock was left behind");
 }

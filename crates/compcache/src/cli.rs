@@ -101,6 +101,15 @@ pub struct RunArgs {
     #[arg(long, value_name = "CODEC", default_value = "lz4")]
     pub codec: Codec,
 
+    /// What becomes of pages that are compressed and were not used for a while: zstd or zstd:LEVEL compresses sixteen of them together, to
+    /// half or two thirds of what they take under lz4; reading one takes longer then. none leaves them as they are
+    #[arg(long, value_name = "HOW", default_value = "zstd:3", value_parser = recompress_level)]
+    pub recompress: RecompressLevel,
+
+    /// How long that while is, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = seconds)]
+    pub recompress_after: f64,
+
     /// How pages leave the program
     #[arg(long, value_name = "WAY", default_value = "auto")]
     pub evict: Evict,
@@ -643,7 +652,7 @@ impl FromStr for RecompressLevel {
         match text {
             "none" => Ok(Self(None)),
             "zstd" => Ok(Self(Some(Recompress::DEFAULT_LEVEL))),
-            "lz4" => bail!("cold blocks are compressed again with zstd or zstd:LEVEL, or not at all (none)"),
+            "lz4" => bail!("what is cold is compressed again with zstd or zstd:LEVEL, or not at all (none)"),
             _ => Ok(Self(Some(text.parse::<Codec>()?.level as i8))),
         }
     }

@@ -24,11 +24,12 @@ mod summary;
 mod supervise;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 pub use failure::{STATUS_FAILED, say};
 pub use preflight::{explain as explain_refusal, find_object};
 
-use crate::cli::RunArgs;
+use crate::cli::{Recompress, RunArgs};
 use crate::run::failure::Failure;
 use crate::run::limits::Limits;
 use crate::run::region::TreeRegion;
@@ -49,8 +50,9 @@ fn supervised(args: RunArgs) -> Result<Outcome, Failure> {
     let ready = preflight::check(&args)?;
     let spill = SpillPlace::choose(args.spill.as_deref(), args.spill_max, &limits, args.quiet)?;
     let stats = args.stats.as_deref().map(StatsFile::create).transpose()?;
+    let recompress = Recompress { level: args.recompress.0, after: Duration::from_secs_f64(args.recompress_after) };
     region::leftovers::sweep();
-    let region = TreeRegion::create(&limits, spill.as_ref(), args.codec, ready.eviction)?;
+    let region = TreeRegion::create(&limits, spill.as_ref(), args.codec, recompress, ready.eviction)?;
     let mut run = Run::start(&ready, &args.program, &region, spill.as_ref(), stats)?;
     let outcome = run.watch()?;
     let stats = run.finish(outcome);

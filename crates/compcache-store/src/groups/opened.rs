@@ -35,6 +35,11 @@ impl Opened {
         [self.frame.range(), self.pages.range()]
     }
 
+    /// Whatever lies in the room is nothing.
+    pub fn forget(&mut self) {
+        self.opened = None;
+    }
+
     /// One page of a group, if it is what was stored. The caller has its slot locked, so that the group stays.
     pub fn page(&mut self, store: &Store, codecs: &mut Codecs, member: &Member) -> Option<&Page> {
         let made = store.groups.made();

@@ -37,6 +37,8 @@ pub struct Recompressor {
     candidates: [Option<Candidate>; MEMBERS_MAX],
     count: usize,
     pub(crate) credit: Credit,
+    /// Whether what becomes free is brought together here.
+    pub(crate) compacts: bool,
 }
 
 impl Recompressor {
@@ -53,7 +55,15 @@ impl Recompressor {
             candidates: [None; MEMBERS_MAX],
             count: 0,
             credit: Credit::default(),
+            compacts: true,
         })
+    }
+
+    /// Leaves it to [`Store::compact`](crate::Store::compact) to bring together what becomes free: for a thread that must not be long at anything.
+    #[must_use]
+    pub fn without_compaction(mut self) -> Recompressor {
+        self.compacts = false;
+        self
     }
 
     pub(crate) fn store(&self) -> &Arc<Store> {

@@ -18,6 +18,7 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::Pool;
+use super::read::Then;
 use crate::backing::{Fetcher, Record};
 use crate::error::StoreError;
 use crate::page::{Page, PageIndex};
@@ -112,7 +113,7 @@ impl Pool {
     ) -> Result<Read, StoreError> {
         let start_ns = worker.now_ns();
         loop {
-            match self.read_from(worker, index, page, start_ns, take).0 {
+            match self.read_from(worker, index, page, start_ns, if take { Then::Taken } else { Then::Used }).0 {
                 Ok(Read::OnBacking(_)) => {}
                 done => return done,
             }

@@ -1,4 +1,4 @@
-//! Reading a page, and taking one.
+//! Reading a page, taking one, and looking at one.
 
 use core::sync::atomic::Ordering::Relaxed;
 
@@ -23,6 +23,17 @@ pub enum Read {
     OnBacking(Extent),
 }
 
+/// What becomes of a page that is read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Then {
+    /// It counts as used.
+    Used,
+    /// It is discarded.
+    Taken,
+    /// It stays as it is.
+    Untouched,
+}
+
 /// A place on the backing device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
@@ -45,7 +56,17 @@ impl Pool {
     /// [`StoreError::Corrupt`]: the page is lost; the buffer holds nothing of value. [`StoreError::IndexOutOfRange`].
     pub fn read(&self, worker: &mut Worker, index: PageIndex, page: &mut Page) -> Result<Read, StoreError> {
         let start_ns = worker.now_ns();
-        self.read_from(worker, index, page, start_ns, false).0
+        self.read_from(worker, index, page, start_ns, Then::Used).0
+    }
+
+    /// As [`Pool::read`], but nothing of the store changes, not even how long ago the page was used: for a process that may be copied by
+    /// fork meanwhile ([`Pool::free_reader_after_fork`]).
+    ///
+    /// # Errors
+    /// As [`Pool::read`].
+    pub fn look_at(&self, worker: &mut Worker, index: PageIndex, page: &mut Page) -> Result<Read, StoreError> {
+        let start_ns = worker.now_ns();
+        self.read_from(worker, index, page, start_ns, Then::Untouched).0
     }
 
     /// Reads page `index` into `page` and discards it, in one step: for owners that have the page in memory from then on.
@@ -54,20 +75,20 @@ impl Pool {
     /// As [`Pool::read`]. A corrupt page stays stored, and corrupt, until it is discarded or written.
     pub fn take(&self, worker: &mut Worker, index: PageIndex, page: &mut Page) -> Result<Read, StoreError> {
         let start_ns = worker.now_ns();
-        self.read_from(worker, index, page, start_ns, true).0
+        self.read_from(worker, index, page, start_ns, Then::Taken).0
     }
 
-    /// As [`Pool::read`] or [`Pool::take`], begun at `start_ns`; also returns when it ended.
+    /// As [`Pool::read`] and those like it, begun at `start_ns`; also returns when it ended.
     pub(super) fn read_from(
         &self,
         worker: &mut Worker,
         index: PageIndex,
         page: &mut Page,
         start_ns: u64,
-        take: bool,
+        then: Then,
     ) -> (Result<Read, StoreError>, u64) {
         debug_assert!(core::ptr::eq(&*self.store, &**worker.store()), "a worker serves one store");
-        let read = self.read_page(worker, index, page, take);
+        let read = self.read_page(worker, index, page, then);
         let end_ns = worker.now_ns();
         let shard = self.core.counters.shard(worker.number);
         match read {
@@ -85,7 +106,7 @@ impl Pool {
         worker: &mut Worker,
         index: PageIndex,
         page: &mut Page,
-        take: bool,
+        then: Then,
     ) -> Result<Read, StoreError> {
         if !index.is_valid() {
             return Err(StoreError::IndexOutOfRange { index });
@@ -103,14 +124,18 @@ impl Pool {
                 }
             }
         }
-        if take {
-            self.replace(guard, Slot::Absent, worker.number);
-            self.core.note_emptied();
-        } else {
-            guard.touch(store.age());
-            if let Slot::Grouped(member) = guard.get() {
-                self.used_in_group(worker, guard, member, page);
+        match then {
+            Then::Taken => {
+                self.replace(guard, Slot::Absent, worker.number);
+                self.core.note_emptied();
             }
+            Then::Used => {
+                guard.touch(store.age());
+                if let Slot::Grouped(member) = guard.get() {
+                    self.used_in_group(worker, guard, member, page);
+                }
+            }
+            Then::Untouched => {}
         }
         Ok(Read::Done)
     }

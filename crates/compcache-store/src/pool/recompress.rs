@@ -55,7 +55,8 @@ impl Pool {
     /// Looks from page `from` on for pages that were last used so many ages ago, and makes one group of up to sixteen of them, if
     /// that pays. Goes on from [`Recompressed::next`] when called again. May run while any other operations do.
     ///
-    /// Allocates nothing. Memory that becomes free goes back to the system when enough has, and at the end of the pool.
+    /// Allocates nothing. Memory that becomes free goes back to the system when enough has, and at the end of the pool, unless the recompressor
+    /// leaves that to others ([`Recompressor::without_compaction`]).
     ///
     /// # Errors
     /// [`StoreError::LimitReached`] when there is not even room for what is made before the old is freed; [`StoreError::MemoryRefused`].
@@ -89,7 +90,9 @@ impl Pool {
             None => self.scatter(worker, recompressor, count.min(MEMBERS_LEAST)),
         }
         let freed_bytes = done.before_bytes.saturating_sub(done.after_bytes);
-        self.store.compact_after(worker, freed_bytes, done.next.is_none());
+        if recompressor.compacts {
+            self.store.compact_after(worker, freed_bytes, done.next.is_none());
+        }
         Ok(done)
     }
 
@@ -168,7 +171,10 @@ impl Pool {
 
     /// Has credit for a group; where there is none, what the last ones freed is brought together first.
     fn make_room(&self, worker: &mut Worker, recompressor: &mut Recompressor) -> Result<(), StoreError> {
-        recompressor.admit().or_else(|_| {
+        recompressor.admit().or_else(|refused| {
+            if !recompressor.compacts {
+                return Err(refused);
+            }
             self.store.compact_after(worker, 0, true);
             recompressor.admit()
         })

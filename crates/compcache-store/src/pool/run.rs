@@ -1,5 +1,6 @@
 //! Runs of pages: what every transport delivers and every fault wants more of.
 
+use super::read::Then;
 use super::{Pool, Read};
 use crate::error::StoreError;
 use crate::page::{Page, PageIndex};
@@ -46,7 +47,7 @@ impl Pool {
         pages: &mut [Page],
         found: &mut [Read],
     ) -> Result<(), RunFailed> {
-        self.run_from(worker, first, pages, found, false)
+        self.run_from(worker, first, pages, found, Then::Used)
     }
 
     /// As [`Pool::read_run`], discarding every page that was read.
@@ -60,7 +61,7 @@ impl Pool {
         pages: &mut [Page],
         found: &mut [Read],
     ) -> Result<(), RunFailed> {
-        self.run_from(worker, first, pages, found, true)
+        self.run_from(worker, first, pages, found, Then::Taken)
     }
 
     fn run_from(
@@ -69,11 +70,11 @@ impl Pool {
         first: PageIndex,
         pages: &mut [Page],
         found: &mut [Read],
-        take: bool,
+        then: Then,
     ) -> Result<(), RunFailed> {
         let mut now_ns = worker.now_ns();
         for (done, (page, found)) in pages.iter_mut().zip(found).enumerate() {
-            let (read, end_ns) = self.read_from(worker, first.plus(done as u64), page, now_ns, take);
+            let (read, end_ns) = self.read_from(worker, first.plus(done as u64), page, now_ns, then);
             *found = read.map_err(|error| RunFailed { done, error })?;
             now_ns = end_ns;
         }

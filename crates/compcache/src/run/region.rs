@@ -21,7 +21,7 @@ use compcache_pager::shared::{self, EvictionWay, Region};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use crate::cli::Codec;
+use crate::cli::{Codec, Recompress};
 use crate::run::limits::Limits;
 use crate::run::spill::SpillPlace;
 use mapping::Mapping;
@@ -52,6 +52,7 @@ impl TreeRegion {
         limits: &Limits,
         spill: Option<&SpillPlace>,
         codec: Codec,
+        recompress: Recompress,
         eviction: EvictionWay,
     ) -> anyhow::Result<Self> {
         let tree = Self::create_somewhere()?;
@@ -60,6 +61,11 @@ impl TreeRegion {
         header.eviction_way.store(eviction as u32, Relaxed);
         header.codec.store(codec.codec as u32, Relaxed);
         header.codec_level.store(codec.level as u32, Relaxed);
+        if let Some(level) = recompress.level {
+            let after_ms = u64::try_from(recompress.after.as_millis()).unwrap_or(u64::MAX);
+            header.recompress_after_ms.store(after_ms.max(1), Relaxed);
+            header.recompress_level.store(i32::from(level) as u32, Relaxed);
+        }
         header.ram_limit_bytes.store(limits.ram_bytes, Relaxed);
         header.resident_limit_bytes.store(limits.resident_bytes, Relaxed);
         header.spill_max_bytes.store(spill.map_or(0, |spill| spill.max_bytes), Relaxed);

@@ -44,6 +44,8 @@ pub struct Stats {
     pub mem_used_total_bytes: u64,
     /// Stored pages that repeat one word.
     pub same_pages: u64,
+    /// Stored pages in groups of cold ones.
+    pub grouped_pages: u64,
     /// The highest amount of data stored.
     pub orig_data_peak_bytes: u64,
     /// Its compressed size at that moment.
@@ -62,6 +64,8 @@ pub struct Stats {
     pub unchanged_pages: u64,
     /// Evicted pages that had changed little since: only what had changed was stored.
     pub patched_pages: u64,
+    /// Cold pages that were compressed again, in groups.
+    pub recompressed_pages: u64,
     /// Pages brought back before they were asked for.
     pub readahead_pages: u64,
     /// Of those, the ones that saved a fault.
@@ -118,6 +122,7 @@ impl Stats {
             compr_data_size_bytes: now.compr_data_bytes,
             mem_used_total_bytes: now.mem_used_total_bytes,
             same_pages: now.same_pages,
+            grouped_pages: now.grouped_pages,
             orig_data_peak_bytes: header.orig_data_peak_bytes.load(Relaxed),
             compr_data_at_peak_bytes: header.compr_data_at_peak_bytes.load(Relaxed),
             mem_used_at_peak_bytes: header.mem_used_at_peak_bytes.load(Relaxed),
@@ -127,6 +132,7 @@ impl Stats {
             refaults_staged: sum(|counters| &counters.refaults_staged),
             unchanged_pages: sum(|counters| &counters.unchanged_pages),
             patched_pages: sum(|counters| &counters.patched_pages),
+            recompressed_pages: sum(|counters| &counters.recompressed_pages),
             readahead_pages: sum(|counters| &counters.readahead_pages),
             readahead_hits: sum(|counters| &counters.readahead_hits),
             spilled_pages: now.spilled_pages,

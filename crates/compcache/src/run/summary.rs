@@ -92,6 +92,9 @@ fn write_screen(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
     )?;
     let hits = percent(stats.readahead_hits, stats.readahead_pages);
     row(out, "read-ahead", format!("{} pages, {hits} were hits", count(stats.readahead_pages)))?;
+    if stats.recompressed_pages != 0 {
+        row(out, "recompressed", format!("{} pages that were not used for a while", count(stats.recompressed_pages)))?;
+    }
     if stats.spill_written_pages != 0 {
         let (peak, written, read) = (stats.spill_peak_bytes, stats.spill_written_pages, stats.spill_read_pages);
         let pages = format!("{} pages at peak", count(stats.spilled_pages_peak));
@@ -188,6 +191,7 @@ mod tests {
             mem_used_at_peak_bytes: 104 * MIB,
             faults: 1_234_567,
             evicted_pages: 2_000_000,
+            recompressed_pages: 40_000,
             spill_written_pages: 5_000,
             spill_read_pages: 1_200,
             spilled_pages_peak: 4_000,
@@ -208,6 +212,7 @@ mod tests {
             "1 234 567",
             "1.1 GiB",
             "97 %",
+            "40 000 pages that were not used",
             "12.0 MiB for 4 000 pages at peak, 5 000 pages written, 1 200 read",
             "p50 7.1 us, p99 1.2 ms",
             "512.0 MiB",

@@ -8,14 +8,13 @@
 //! While there is a disk for swap nothing is done: groups take memory before they give some back, and the reserve is for what is
 //! swapped out.
 
-use std::collections::VecDeque;
 use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use compcache_store::{PageIndex, Pool, Recompressor, Store, StoreError, Worker};
+use compcache_store::{Ages, PageIndex, Pool, Recompressor, Store, StoreError, Worker};
 
 use crate::cli::Recompress;
 use crate::kernel::clock_ns;
@@ -53,6 +52,9 @@ pub struct Cold {
 struct Watched {
     disks: Vec<Disk>,
     ages: Ages,
+    /// Operations of all of them, and when that last changed.
+    used: u64,
+    used_at: Instant,
 }
 
 struct Disk {
@@ -66,14 +68,6 @@ struct Disk {
     used: u64,
 }
 
-/// When the store had which age. Ages are counted without end here; the store's are the lowest eight bits.
-struct Ages {
-    now: u64,
-    began: VecDeque<(Instant, u64)>,
-    used: u64,
-    used_at: Instant,
-}
-
 /// A visit to a disk.
 struct Visit {
     pool: Arc<Pool>,
@@ -83,40 +77,13 @@ struct Visit {
     before: u64,
 }
 
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
 fn operations(pool: &Pool) -> u64 {
     let stats = pool.stats();
     stats.num_reads + stats.num_writes + stats.pages_discard
-}
-
-impl Ages {
-    fn new(store: &Store, at: Instant) -> Ages {
-        let now = u64::from(store.age());
-        Ages { now, began: VecDeque::from([(at, now)]), used: 0, used_at: at }
-    }
-
-    /// The store is of this age now; others may have advanced it.
-    fn note(&mut self, age: u8, at: Instant) {
-        self.now += u64::from(age.wrapping_sub(self.now as u8));
-        if self.began.back().is_none_or(|(_, last)| *last != self.now) {
-            self.began.push_back((at, self.now));
-        }
-        // A page does not know more than 256 ages.
-        while self.began.len() > 256 {
-            self.began.pop_front();
-        }
-    }
-
-    /// Pages of ages before this one were not used for `idle`.
-    fn before(&self, idle: Duration, at: Instant) -> Option<u64> {
-        let began = self.began.iter().rev().find(|(began, _)| at.duration_since(*began) >= idle);
-        began.map(|(_, age)| *age).filter(|age| self.now - age < 255)
-    }
-
-    /// The pages of ages from `from` on and before `before`, in ages before now.
-    fn ago(&self, from: u64, before: u64) -> RangeInclusive<u8> {
-        let ago = |age: u64| u8::try_from(self.now - age).unwrap_or(u8::MAX);
-        ago(before).saturating_add(1)..=ago(from.min(before))
-    }
 }
 
 impl Cold {
@@ -125,8 +92,9 @@ impl Cold {
     /// # Errors
     /// The system has no thread, or no memory, for it.
     pub fn start(store: Arc<Store>) -> anyhow::Result<Arc<Cold>> {
-        let ages = Ages::new(&store, Instant::now());
-        let cold = Arc::new(Cold { store, watched: Mutex::new(Watched { disks: Vec::new(), ages }) });
+        let ages = Ages::new(store.age(), clock_ns());
+        let watched = Watched { disks: Vec::new(), ages, used: 0, used_at: Instant::now() };
+        let cold = Arc::new(Cold { store, watched: Mutex::new(watched) });
         let mut tools = Tools::new(&cold.store, Recompress::DEFAULT_LEVEL)?;
         let at_work = cold.clone();
         let work = move || {
@@ -145,7 +113,7 @@ impl Cold {
     /// From now on the thread knows of a disk.
     pub fn watch(&self, pool: &Arc<Pool>, recompress: Recompress, for_swap: bool) {
         let mut watched = self.lock();
-        let tried = watched.ages.now;
+        let tried = watched.ages.now();
         watched.disks.push(Disk {
             pool: Arc::downgrade(pool),
             recompress,
@@ -176,11 +144,11 @@ impl Cold {
             if watched.disks.iter().any(|disk| disk.for_swap && disk.pool.strong_count() > 0) {
                 bail!("nothing is recompressed while the server has a disk for swap");
             }
-            let now = Instant::now();
-            watched.ages.note(self.store.age(), now);
+            let now_ns = clock_ns();
+            watched.ages.note(self.store.age(), now_ns);
             match idle {
                 None => 0..=u8::MAX,
-                Some(idle) => match watched.ages.before(idle, now) {
+                Some(idle) => match watched.ages.before(nanoseconds(idle), now_ns) {
                     Some(before) => watched.ages.ago(0, before),
                     None => return Ok(Done::default()),
                 },
@@ -196,22 +164,22 @@ impl Cold {
     /// Begins the next age, if it is time and any disk was used lately. Returns when to look again.
     fn grow_older(&self) -> Duration {
         let mut watched = self.lock();
-        let Watched { disks, ages } = &mut *watched;
+        let Watched { disks, ages, used, used_at } = &mut *watched;
         disks.retain(|disk| disk.pool.strong_count() > 0);
-        let now = Instant::now();
-        let used = disks.iter().filter_map(|disk| disk.pool.upgrade()).map(|pool| operations(&pool)).sum();
+        let (now, now_ns) = (Instant::now(), clock_ns());
+        let used_now = disks.iter().filter_map(|disk| disk.pool.upgrade()).map(|pool| operations(&pool)).sum();
         let after = disks.iter().map(|disk| disk.recompress.after);
         let (Some(soonest), Some(latest)) = (after.clone().min(), after.max()) else { return LOOK_MOST };
         let lasts = (soonest / AGES).max(latest / AGES_MOST);
-        if used != ages.used {
-            (ages.used, ages.used_at) = (used, now);
+        if used_now != *used {
+            (*used, *used_at) = (used_now, now);
         }
         // Also for a while after the last use, so that what was used last becomes cold.
-        let is_over = ages.began.back().is_none_or(|(began, _)| now - *began >= lasts);
-        if is_over && now - ages.used_at <= latest * 2 + LOOK_MOST {
+        let is_over = now_ns - ages.began_ns() >= nanoseconds(lasts);
+        if is_over && now - *used_at <= latest * 2 + LOOK_MOST {
             self.store.advance_age();
         }
-        ages.note(self.store.age(), now);
+        ages.note(self.store.age(), now_ns);
         lasts.clamp(LOOK_LEAST, LOOK_MOST)
     }
 
@@ -242,13 +210,13 @@ impl Cold {
     /// Which pools to go to, and which ages are to be looked at there.
     fn due(&self) -> Vec<Visit> {
         let mut watched = self.lock();
-        let Watched { disks, ages } = &mut *watched;
-        let now = Instant::now();
+        let Watched { disks, ages, .. } = &mut *watched;
+        let (now, now_ns) = (Instant::now(), clock_ns());
         if disks.iter().any(|disk| disk.for_swap) {
             return Vec::new();
         }
         let visit = |disk: &mut Disk| {
-            let (level, before) = (disk.recompress.level?, ages.before(disk.recompress.after, now)?);
+            let (level, before) = (disk.recompress.level?, ages.before(nanoseconds(disk.recompress.after), now_ns)?);
             if disk.due > now {
                 return None;
             }
@@ -303,36 +271,5 @@ impl Tools {
             next = step.next.filter(|_| goes_on());
         }
         Ok(done)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn at(seconds: u64) -> Instant {
-        static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
-        *START.get_or_init(Instant::now) + Duration::from_secs(seconds)
-    }
-
-    #[test]
-    fn time_becomes_ages_and_each_is_looked_at_once() {
-        let mut ages = Ages { now: 7, began: VecDeque::from([(at(0), 7)]), used: 0, used_at: at(0) };
-        (1..=30).for_each(|age| ages.note(7 + age as u8, at(age * 10)));
-        let minute = Duration::from_secs(60);
-        assert_eq!(ages.before(minute, at(300)), Some(31), "age 31 began at 240");
-        assert_eq!(ages.before(Duration::from_secs(400), at(300)), None);
-        // Now is 37: pages of age 30 and older are cold.
-        assert_eq!(ages.ago(0, 31), 7..=37);
-        assert_eq!(ages.ago(25, 31), 7..=12);
-        assert!(ages.ago(31, 31).is_empty(), "nothing has become cold since");
-        // Somebody else has it grow older, past the end of what the store counts.
-        ages.note(250, at(310));
-        ages.note(4, at(320));
-        assert_eq!((ages.now, ages.before(Duration::from_secs(15), at(325))), (260, Some(250)));
-        assert_eq!(ages.ago(0, 250), 11..=255);
-        assert_eq!(ages.before(Duration::from_secs(320), at(325)), Some(7));
-        (0..60).for_each(|n| ages.note((4 + n * 5) as u8, at(330 + n)));
-        assert_eq!(ages.before(Duration::from_secs(320), at(400)), None, "older than what pages know");
     }
 }

@@ -10,6 +10,7 @@
 //! | `real_programs.rs` | programs of many runtimes print the same with a quarter of their memory                  |
 //! | `accounting.rs`    | the limits hold, for one process and for a tree, and what is dead gives its share back    |
 //! | `spill.rs`         | with --spill the limit holds for any content, and nothing is lost or left behind          |
+//! | `cold.rs`          | with groups of what is not used memory is right, and less; through forks and with --spill     |
 //! | `cli.rs`           | statuses and signals go through, output is the program's alone, failures say the remedy  |
 //! | `disks.rs`         | `compcache serve` and its disks do what they are told, and say why when they do not      |
 //! | `disk_backing.rs`  | a disk larger than memory keeps its contents in a file, and says what is wrong with that |
@@ -39,6 +40,7 @@
 
 mod accounting;
 mod cli;
+mod cold;
 mod disk_backing;
 mod disk_clients;
 mod disk_cold;

@@ -1,0 +1,85 @@
+//! When a store had which age: how "not used for a minute" becomes a number of ages.
+//!
+//! A slot knows the age that its store had when the page was last used, a number of eight bits. Whoever has the store grow older
+//! ([`Store::advance_age`](crate::Store::advance_age)), or looks at it now and then, notes here when that was. Ages are counted without
+//! end here; the store's are the lowest eight bits.
+//!
+//! Example: ages of 10 s, it is 300 s after the start, and the age is 37. What was not used for a minute was last used in age 31 or before,
+//! which are the pages that are 6 to 255 ages old.
+
+use core::ops::RangeInclusive;
+
+/// A slot tells so many ages apart.
+const KNOWN: u64 = 256;
+
+/// The ages that a store has had, and when they began. Time is in nanoseconds of any clock that only grows.
+pub struct Ages {
+    now: u64,
+    /// Of the last ages; those before `first` are not known.
+    began_ns: [u64; KNOWN as usize],
+    first: u64,
+}
+
+impl Ages {
+    /// The store is of this age now; nothing is known of what was before.
+    pub fn new(age: u8, now_ns: u64) -> Ages {
+        Ages { now: age.into(), began_ns: [now_ns; KNOWN as usize], first: age.into() }
+    }
+
+    /// The age now.
+    pub fn now(&self) -> u64 {
+        self.now
+    }
+
+    /// When it began.
+    pub fn began_ns(&self) -> u64 {
+        self.began_ns[(self.now % KNOWN) as usize]
+    }
+
+    /// The store is of this age now; others may have advanced it, by less than 256.
+    pub fn note(&mut self, age: u8, now_ns: u64) {
+        for _ in 0..age.wrapping_sub(self.now as u8) {
+            self.now += 1;
+            self.began_ns[(self.now % KNOWN) as usize] = now_ns;
+        }
+        self.first = self.first.max((self.now + 2).saturating_sub(KNOWN));
+    }
+
+    /// Pages of ages before this one were not used for `idle_ns`. `None` if that is longer ago than is known.
+    pub fn before(&self, idle_ns: u64, now_ns: u64) -> Option<u64> {
+        let began = |age: u64| self.began_ns[(age % KNOWN) as usize];
+        (self.first..=self.now).rev().find(|age| now_ns.saturating_sub(began(*age)) >= idle_ns)
+    }
+
+    /// The pages of ages from `from` on and before `before`, in ages before now: what [`Pool::recompress`](crate::Pool::recompress) asks for.
+    pub fn ago(&self, from: u64, before: u64) -> RangeInclusive<u8> {
+        let ago = |age: u64| u8::try_from(self.now - age.min(self.now)).unwrap_or(u8::MAX);
+        ago(before).saturating_add(1)..=ago(from.min(before))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_becomes_ages_and_each_is_looked_at_once() {
+        let mut ages = Ages::new(7, 0);
+        (1..=30).for_each(|age| ages.note(7 + age as u8, age * 10));
+        assert_eq!((ages.now(), ages.began_ns()), (37, 300));
+        assert_eq!(ages.before(60, 300), Some(31), "age 31 began at 240");
+        assert_eq!(ages.before(400, 300), None);
+        // Now is 37: pages of age 30 and older are cold.
+        assert_eq!(ages.ago(0, 31), 7..=37);
+        assert_eq!(ages.ago(25, 31), 7..=12);
+        assert!(ages.ago(31, 31).is_empty(), "nothing has become cold since");
+        // Somebody else has it grow older, past the end of what the store counts.
+        ages.note(250, 310);
+        ages.note(4, 320);
+        assert_eq!((ages.now(), ages.before(15, 325)), (260, Some(250)));
+        assert_eq!(ages.ago(0, 250), 11..=255);
+        assert_eq!(ages.before(320, 325), Some(7));
+        (0..60).for_each(|n| ages.note((4 + n * 5) as u8, 330 + n));
+        assert_eq!(ages.before(320, 400), None, "older than what pages know");
+    }
+}
