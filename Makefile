@@ -42,6 +42,7 @@ bench: bench-build
 	$(RELEASE)/compcache-bench swap-latency
 	$(RELEASE)/compcache-bench tiers
 	$(RELEASE)/compcache-bench writeback
+	$(RELEASE)/compcache-bench sweep
 	$(RELEASE)/compcache-bench --runs 1 apps
 	$(RELEASE)/compcache-bench iozone --content real
 	$(RELEASE)/compcache-bench iozone --disk throttled

@@ -17,7 +17,7 @@ use crate::side::Bench;
 use crate::table::mib;
 use crate::{
     apps, dd, disk, disk_memory, emulated, hotcold, iozone, latency, plot, programs, record, scan, store, swap_latency,
-    tiers, writeback,
+    sweep, tiers, writeback,
 };
 
 /// Compares compcache with the kernel's own compressed memory, side by side in one run.
@@ -71,11 +71,13 @@ enum Command {
     Iozone(iozone::Options),
     /// Pages leaving memory for a file, and read back from there, beside fio on the same file.
     Writeback(writeback::Options),
+    /// How fast swap into a compressed cache with batched writes is, by the cache's size and by how full it is when pages leave.
+    Sweep(sweep::Options),
     /// dd on a disk of ours over ublk, and swap there, beside the kernel's own, in emulated machines.
     Emulated(emulated::Options),
     /// Run a command under a memory limit with one of the kernel's paths.
     Baseline(BaselineOptions),
-    /// Draw a record of apps, iozone or writeback.
+    /// Draw a record of apps, iozone, sweep or writeback.
     Plot {
         /// The record: a file of --record.
         record: PathBuf,
@@ -143,6 +145,7 @@ pub fn run() -> Result<u8> {
         Command::Tiers(options) => tiers::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Iozone(options) => iozone::run(&begin()?, options, cli.quick, cli.runs, record)?,
         Command::Writeback(options) => writeback::run(options, cli.quick, rounds, record)?,
+        Command::Sweep(options) => sweep::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Emulated(options) => emulated::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Baseline(options) => return baseline(options, &compcache_path(cli.compcache.clone())?),
         Command::Plot { record, picture } => {
@@ -217,7 +220,7 @@ pub fn parses<'w>(words: impl Iterator<Item = &'w str>) -> bool {
 }
 
 /// `64M` and the like; the letters are powers of 1024.
-fn bytes(text: &str) -> Result<u64, String> {
+pub fn bytes(text: &str) -> Result<u64, String> {
     let (digits, shift) = match text.as_bytes().last().map(u8::to_ascii_uppercase) {
         Some(b'K') => (&text[..text.len() - 1], 10),
         Some(b'M') => (&text[..text.len() - 1], 20),

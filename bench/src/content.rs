@@ -1,11 +1,11 @@
-//! A file of real content: pages of the corpus, kinds in turn, that programs write to the disks they measure.
+//! Real content, pages of the corpus: a file, kinds in turn, that programs write to the disks they measure, or heaps in memory.
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
-use compcache_testkit::corpus::{self, Kind};
+use anyhow::{Result, bail, ensure};
+use compcache_testkit::corpus::{self, Kind, Page};
 
 use crate::record::Record;
 
@@ -92,4 +92,24 @@ impl Content {
         }
         Ok(())
     }
+}
+
+/// Pages of every heap this machine has, one kind after the other, without those of one repeated word, which never leave memory.
+/// Notes them in the record.
+///
+/// # Errors
+/// No kind can be had.
+pub fn heaps(pages_each: usize, record: &mut Record) -> Result<Vec<Page>> {
+    let mut all = Vec::new();
+    for kind in Kind::HEAPS {
+        match corpus::load(kind, pages_each) {
+            Ok(pages) => {
+                record.content(kind.name(), pages.len(), corpus::same_filled_share(&pages));
+                all.extend(pages.into_iter().filter(|page| page.chunks_exact(8).any(|word| word != &page[..8])));
+            }
+            Err(error) => println!("{kind}: left out: {error}"),
+        }
+    }
+    ensure!(!all.is_empty(), "this machine can make no content");
+    Ok(all)
 }

@@ -71,7 +71,7 @@ enum Holds {
 
 /// How fast the disk is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Speed {
+pub enum Speed {
     /// This machine's.
     Fast,
     /// The same, at 75 MB/s and 700 operations a second.
@@ -79,7 +79,8 @@ enum Speed {
 }
 
 impl Speed {
-    fn throttle(self) -> Throttle {
+    /// What makes it so slow.
+    pub fn throttle(self) -> Throttle {
         match self {
             Speed::Fast => Throttle::default(),
             Speed::Throttled => Throttle { iops: 700, bytes_per_s: 75_000_000 },

@@ -4,6 +4,7 @@
 //! |-------------|-------------------|--------------------------------------|-------------------------------------|---------------|
 //! | `apps`      | programs          | sides that are not disk swap         | times faster than swap on that disk | 1: as fast    |
 //! | `iozone`    | IOzone's columns  | sides, and what document 001 had     | times faster than without           | 1: as fast    |
+//! | `sweep`     | sizes of a cache; how full it is when pages leave | disks, and orders  | times faster than each page by itself | 1: as fast |
 //! | `writeback` | bytes of a write  | fio, ours                            | MB/s                                | -             |
 //!
 //! From the record alone, so that it can be drawn again from what is kept in bench/records. Heights are on a scale of powers of ten
@@ -20,6 +21,7 @@ use plotters::prelude::*;
 use serde_json::Value;
 
 use crate::stat::Spread;
+use crate::table::size;
 
 const SIZE: (u32, u32) = (1100, 480);
 /// Pictures of one record stand below each other.
@@ -80,8 +82,9 @@ fn pictures_of(record: &Value) -> Result<Vec<Bars>> {
     let pictures = match record["scenario"].as_str() {
         Some("apps") => of_apps(record),
         Some("iozone") => of_iozone(record),
+        Some("sweep") => of_sweep(record),
         Some("writeback") => of_writeback(record),
-        Some(other) => bail!("there are pictures of apps, iozone and writeback, not of {other}"),
+        Some(other) => bail!("there are pictures of apps, iozone, sweep and writeback, not of {other}"),
         None => bail!("no scenario is named"),
     };
     ensure!(pictures.iter().any(|bars| !bars.groups.is_empty()), "nothing was measured");
@@ -155,6 +158,59 @@ fn of_iozone(record: &Value) -> Vec<Bars> {
     each("through").into_iter().map(of_way).collect()
 }
 
+/// A picture of the sizes, and one of each size whose threshold was varied.
+fn of_sweep(record: &Value) -> Vec<Bars> {
+    let mut pictures: Vec<(Option<u64>, Vec<&Value>)> = Vec::new();
+    for line in summary(record) {
+        let cache = match line["sweep"].as_str() {
+            Some("size") => None,
+            Some("percent") => line["cache_bytes"].as_u64(),
+            _ => continue,
+        };
+        match pictures.iter_mut().find(|(of, _)| *of == cache) {
+            Some((_, lines)) => lines.push(line),
+            None => pictures.push((cache, vec![line])),
+        }
+    }
+    pictures.into_iter().map(|(cache, lines)| of_one_sweep(cache, &lines)).collect()
+}
+
+fn of_one_sweep(cache: Option<u64>, lines: &[&Value]) -> Bars {
+    let field = if cache.is_none() { "cache_bytes" } else { "percent" };
+    let mut values: Vec<u64> = lines.iter().filter_map(|line| line[field].as_u64()).collect();
+    values.sort_unstable();
+    values.dedup();
+    let name = |line: &Value| Some(format!("{}, {}", line["disk"].as_str()?, line["order"].as_str()?));
+    let mut names: Vec<String> = Vec::new();
+    for name in lines.iter().filter_map(|line| name(line)) {
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    let of_series = |named: String| {
+        let line = |value: &u64| {
+            lines.iter().find(|line| line[field] == *value && name(line).as_deref() == Some(named.as_str()))
+        };
+        let values = values.iter().map(|value| spread(&line(value)?["measured"]["ratio"])).collect();
+        Series { name: named, values }
+    };
+    Bars {
+        title: match cache {
+            None => "sweep: size of the compressed cache".into(),
+            Some(bytes) => {
+                format!("sweep: how full a compressed cache of {} is when pages begin to leave", size(bytes))
+            }
+        },
+        unit: "times faster",
+        groups: match cache {
+            None => values.iter().map(|bytes| size(*bytes)).collect(),
+            Some(_) => values.iter().map(|percent| format!("{percent} %")).collect(),
+        },
+        series: names.into_iter().map(of_series).collect(),
+        are_ratios: true,
+    }
+}
+
 fn of_writeback(record: &Value) -> Vec<Bars> {
     let runs: Vec<&Value> = record["runs"].as_array().into_iter().flatten().collect();
     let mut sizes: Vec<u64> = runs.iter().filter_map(|run| run["segment_bytes"].as_u64()).collect();
@@ -192,6 +248,20 @@ impl Bars {
         } else {
             let mut chart = chart.build_cartesian_2d(0.0..count, least..most).map_err(drawn)?;
             self.fill(&mut chart, least)
+        }
+    }
+
+    /// Above the half with the lower bars.
+    fn legend_side(&self) -> SeriesLabelPosition {
+        let half = self.groups.len() / 2;
+        let highest = |groups: std::ops::Range<usize>| {
+            let of_these = self.series.iter().flat_map(|series| series.values.get(groups.clone()).unwrap_or_default());
+            of_these.flatten().map(|spread| spread.max).fold(0.0, f64::max)
+        };
+        if highest(0..half) < highest(self.groups.len() - half..self.groups.len()) {
+            SeriesLabelPosition::UpperLeft
+        } else {
+            SeriesLabelPosition::UpperRight
         }
     }
 
@@ -238,7 +308,7 @@ impl Bars {
             chart.draw_series(there().map(range)).map_err(drawn)?;
         }
         let mut legend = chart.configure_series_labels();
-        legend.position(SeriesLabelPosition::UpperRight).background_style(WHITE.mix(0.8)).border_style(BLACK);
+        legend.position(self.legend_side()).background_style(WHITE.mix(0.8)).border_style(BLACK);
         legend.draw().map_err(drawn)
     }
 }
@@ -276,6 +346,18 @@ mod tests {
         let values = |bars: &Bars| bars.series.iter().map(|series| series.values[0]).collect::<Vec<_>>();
         assert_eq!(values(&pictures[0]), [one(1.5), one(0.5), one(2.41)]);
         assert_eq!(values(&pictures[1]), [None, one(2.0), None]);
+
+        let line = |sweep: &str, cache: u64, percent: u64, order: &str, ratio: f64| json!({"sweep": sweep, "disk": "fast", "order": order, "cache_bytes": cache, "percent": percent, "measured": {"ratio": spread(ratio)}});
+        let sweep = json!({"scenario": "sweep", "summary": [
+            {"pages": 1000},
+            line("size", 1 << 20, 50, "random", 2.0), line("size", 1 << 18, 50, "sequential", 0.5),
+            line("percent", 1 << 20, 50, "random", 2.0), line("percent", 1 << 20, 10, "random", 1.0),
+        ]});
+        let pictures = pictures_of(&sweep).unwrap();
+        assert_eq!([&pictures[0].groups, &pictures[1].groups], [&["256 KiB", "1 MiB"], &["10 %", "50 %"]]);
+        assert_eq!(pictures[0].series[0], Series { name: "fast, random".into(), values: vec![None, one(2.0)] });
+        assert_eq!(pictures[0].series[1], Series { name: "fast, sequential".into(), values: vec![one(0.5), None] });
+        assert_eq!(pictures[1].series[0].values, [one(1.0), one(2.0)]);
 
         let run = |size: u64, ours: f64| json!({"segment_bytes": size, "fio_mb_per_s": 900.0, "mb_per_s": ours});
         let writeback =

@@ -49,6 +49,14 @@ pub fn mib(bytes: u64) -> String {
     format!("{:.1}", bytes as f64 / f64::from(1 << 20))
 }
 
+/// A size that somebody chose: whole MiB, or KiB.
+pub fn size(bytes: u64) -> String {
+    match bytes.is_multiple_of(1 << 20) {
+        true => format!("{} MiB", bytes >> 20),
+        false => format!("{} KiB", bytes >> 10),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -58,5 +66,11 @@ mod tests {
         let mut table = Table::new(&["side", "us"]);
         table.line(["zram:lz4".to_owned(), "10.5".to_owned()]);
         assert_eq!(table.to_string(), "  side        us\n  zram:lz4  10.5\n");
+    }
+
+    #[test]
+    fn sizes_have_the_largest_unit_that_they_are_whole_in() {
+        assert_eq!([size(256 << 10), size(1 << 20), size(64 << 20)], ["256 KiB", "1 MiB", "64 MiB"]);
+        assert_eq!(size(1536 << 10), "1536 KiB");
     }
 }

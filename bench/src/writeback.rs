@@ -24,11 +24,13 @@ use clap::Args;
 use compcache_store::{
     Backing, BackingConfig, Fetcher, FileMedium, Page, PageIndex, Pool, PoolConfig, Read, Store, StoreConfig, Worker,
 };
-use compcache_testkit::corpus::{self, Kind};
+use compcache_testkit::corpus;
 use serde_json::{Value, json};
 
 use crate::clock::{cpu_time, now_ns};
+use crate::content::heaps;
 use crate::record::{self, Record};
+use crate::scratch::ScratchFile;
 use crate::stat::{Spread, Target};
 use crate::table::{Table, mib};
 
@@ -79,7 +81,7 @@ pub fn run(options: &Options, quick: bool, rounds: usize, record: Option<&Path>)
         json!({"quick": quick, "rounds": rounds, "segments": options.segments, "threads": options.threads}),
     );
     let pages = heaps(if quick { 1024 } else { corpus::IMAGE_PAGES }, &mut kept)?;
-    let place = Place::new(&options.dir.clone().unwrap_or_else(corpus::directory))?;
+    let place = ScratchFile::new(&options.dir.clone().unwrap_or_else(corpus::directory))?;
     let mut table = Table::new(&[
         "segment",
         "fio MB/s",
@@ -131,45 +133,10 @@ pub fn run(options: &Options, quick: bool, rounds: usize, record: Option<&Path>)
     Ok(())
 }
 
-/// Pages of every heap this machine has, one kind after the other, without those of one repeated word: these never leave.
-fn heaps(pages_each: usize, kept: &mut Record) -> Result<Vec<Page>> {
-    let mut all = Vec::new();
-    for kind in Kind::HEAPS {
-        match corpus::load(kind, pages_each) {
-            Ok(pages) => {
-                kept.content(kind.name(), pages.len(), corpus::same_filled_share(&pages));
-                all.extend(pages.into_iter().filter(|page| page.chunks_exact(8).any(|word| word != &page[..8])));
-            }
-            Err(error) => println!("{kind}: left out: {error}"),
-        }
-    }
-    ensure!(!all.is_empty(), "this machine can make no content");
-    Ok(all)
-}
-
-/// The file, which goes with this.
-struct Place {
-    path: PathBuf,
-}
-
-impl Place {
-    fn new(directory: &Path) -> Result<Place> {
-        let path = directory.join(format!("compcache-bench-{}.backing", std::process::id()));
-        File::create_new(&path).with_context(|| path.display().to_string())?;
-        Ok(Place { path })
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
-    }
-}
-
-fn turn(pages: &[Page], place: &Place, segment_bytes: usize, threads: usize, ours_first: bool) -> Result<Turn> {
+fn turn(pages: &[Page], place: &ScratchFile, segment_bytes: usize, threads: usize, ours_first: bool) -> Result<Turn> {
     let subject = Subject::new(pages, place, segment_bytes)?;
     let bytes = subject.backing.stats().capacity_bytes;
-    if fs::metadata(&place.path)?.len() < bytes {
+    if fs::metadata(place.path())?.len() < bytes {
         fio(place, bytes, segment_bytes, "write")?;
     }
     let fio_before = if ours_first { None } else { Some(fio(place, bytes, segment_bytes, "write")?) };
@@ -199,16 +166,16 @@ struct Subject {
 }
 
 impl Subject {
-    fn new(pages: &[Page], place: &Place, segment_bytes: usize) -> Result<Subject> {
+    fn new(pages: &[Page], place: &ScratchFile, segment_bytes: usize) -> Result<Subject> {
         let store = Store::new(StoreConfig { reserve_bytes: 8 << 30, ..StoreConfig::default() })?;
         // Room for all of them as they are; what they take is less.
         let capacity_bytes = (pages.len() as u64 * 4096).max(4 * segment_bytes as u64);
-        let file = File::options().read(true).write(true).open(&place.path)?;
+        let file = File::options().read(true).write(true).open(place.path())?;
         let medium = FileMedium::new(file.into());
         ensure!(
             medium.is_direct(),
             "{}: its file system takes no direct I/O; choose another --dir",
-            place.path.display()
+            place.path().display()
         );
         let backing = Backing::new(Box::new(medium), BackingConfig { capacity_bytes, segment_bytes })?;
         let pool = store.create_pool_on(PoolConfig::default(), &backing)?;
@@ -274,11 +241,11 @@ struct Fio {
     tail: Tail,
 }
 
-fn fio(place: &Place, bytes: u64, block_bytes: usize, what: &str) -> Result<Fio> {
+fn fio(place: &ScratchFile, bytes: u64, block_bytes: usize, what: &str) -> Result<Fio> {
     let mut command = Command::new("fio");
     command.args(["--name=bench", "--direct=1", "--ioengine=psync", "--thread", "--output-format=json"]);
     command.args(["--refill_buffers", "--randrepeat=1", "--norandommap", "--overwrite=0"]);
-    command.arg(format!("--filename={}", place.path.display())).arg(format!("--size={bytes}"));
+    command.arg(format!("--filename={}", place.path().display())).arg(format!("--size={bytes}"));
     command.arg(format!("--bs={block_bytes}")).arg(format!("--rw={what}"));
     if what == "randread" {
         command.args(["--time_based", "--runtime=1"]);

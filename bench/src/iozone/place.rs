@@ -23,7 +23,6 @@
 
 use std::fmt;
 use std::fs;
-use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::str::FromStr;
@@ -38,6 +37,7 @@ use crate::baseline::loop_device::{self, Throttle};
 use crate::baseline::read_trimmed;
 use crate::device::process::Process;
 use crate::device::{Device, Kind, Server, mount};
+use crate::scratch::write_all_blocks;
 use crate::session::{Session, Undo};
 use crate::side::Bench;
 
@@ -368,23 +368,6 @@ impl Drop for Standing<'_> {
         }
         self.session.undo_to(self.mark);
     }
-}
-
-/// So that no block is written for the first time while it is measured, which takes longer.
-fn write_all_blocks(device: &Path, bytes: u64) -> Result<()> {
-    let mut file = fs::File::options().write(true).open(device).with_context(|| device.display().to_string())?;
-    let zeroes = vec![0; 1 << 20];
-    let mut left = bytes;
-    while left > 0 {
-        let length = left.min(zeroes.len() as u64) as usize;
-        match file.write(&zeroes[..length]) {
-            Ok(0) => break,
-            Ok(written) => left -= written as u64,
-            Err(error) if error.kind() == io::ErrorKind::StorageFull => break,
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(file.sync_all()?)
 }
 
 /// As text in a record.
