@@ -81,6 +81,8 @@ const FAST_NS: u64 = 200_000;
 const KNOWN_BYTES: u64 = 256 << 10;
 /// Between two attempts when nothing can be written.
 const RETRY_NS: u64 = 1_000_000_000;
+/// And between two when nothing is worth being written.
+const IN_VAIN_NS: u64 = 5_000_000;
 /// Between two times that unused room is given back.
 const TIDY_NS: u64 = 2_000_000_000;
 /// An age is over when so large a share of what is stored was written anew.
@@ -378,6 +380,10 @@ impl Spill {
             pager.tell_progress();
             match is_busy {
                 Some(true) => {}
+                // Nothing is worth leaving, though it is wanted: the bell would be rung every millisecond.
+                Some(false) if pager.store.wants_reclaim(&self.backing) => {
+                    lock::wait(&AtomicU32::new(0), 0, Some(IN_VAIN_NS));
+                }
                 Some(false) => lock::wait(&self.bell, seen, Some(RETRY_NS)),
                 None => lock::pause(),
             }

@@ -6,7 +6,9 @@
 //! | above 85 %                | pages leave, in flights of a segment, until it is 75 %                           |
 //! | 100 %                     | writes are refused until it is 90 %, so who may wait waits for a flight or two   |
 //!
-//! The 85 % can be changed while the backing is in use; it ends ten below. The same holds for the limit of a pool alone, and its pages. What leaves frees objects all over the spans, and spans give their
+//! The 85 % can be changed while the backing is in use; it ends ten below. As long as nobody can be refused (90 %) no segment is written that would be less than
+//! half full: where what stays anyway (tables, spans) is more than the threshold, all there is would leave as it comes, a page for a segment.
+//! The same holds for the limit of a pool alone, and its pages. What leaves frees objects all over the spans, and spans give their
 //! memory back when they are compacted; so after every sixteenth of the memory that is freed, and whenever a flight finds
 //! nothing to take, compaction is run to its end.
 //!
@@ -28,6 +30,8 @@ use crate::worker::Worker;
 /// Reclaim begins above so much of the limit, unless told otherwise ([`Backing::set_above_percent`]), and ends so much below.
 pub(crate) const ABOVE_PERCENT: u8 = 85;
 pub(crate) const GAP_PERCENT: u8 = 10;
+/// Below this nobody is refused: see [`crate::budget`].
+const ACCEPT_PERCENT: u64 = 90;
 /// Compaction is run when so large a share of what is used was freed.
 const COMPACT_SHARE: u64 = 16;
 const COMPACTED_AT_ONCE: usize = 256;
@@ -81,7 +85,8 @@ impl Store {
         // A pool above its own limit has its own oldest leave, however old others are.
         let is_own = self.is_any_above(backing, until_percent);
         let wants = |pool: &PoolCore| !is_own || pool.is_above(until_percent);
-        let wanted = Wanted { wants: &wants, leaving: Leaving::Oldest, oldest_of_all: !is_own };
+        let at_leisure = !self.is_above(backing, ACCEPT_PERCENT);
+        let wanted = Wanted { wants: &wants, leaving: Leaving::Oldest, at_leisure, oldest_of_all: !is_own };
         let done = self.one_flight(worker, backing, &wanted)?;
         Ok(Reclaimed { finished: done.finished || !self.is_above(backing, until_percent), ..done })
     }
@@ -97,7 +102,7 @@ impl Store {
         };
         let serial = pool.core().serial();
         let wants = |pool: &PoolCore| pool.serial() == serial;
-        self.one_flight(worker, backing, &Wanted { wants: &wants, leaving, oldest_of_all: false })
+        self.one_flight(worker, backing, &Wanted { wants: &wants, leaving, at_leisure: false, oldest_of_all: false })
     }
 
     /// As [`Store::reclaim`], for the first backing that anything leaves for.

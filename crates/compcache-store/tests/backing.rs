@@ -104,6 +104,34 @@ impl Place {
 }
 
 #[test]
+fn what_stays_anyway_being_more_than_the_threshold_costs_no_segment_for_a_page() {
+    let mut place = place(Memory::new(1, Faults::NONE).medium(), config(400));
+    place.backing.set_above_percent(10);
+    // Tables alone are more than a tenth of it.
+    place.store.set_limit_bytes(256 * KIB);
+    let reclaim = |place: &mut Place| {
+        assert!(place.store.wants_reclaim(&place.backing));
+        while !place.store.reclaim(&mut place.worker, &place.backing).unwrap().finished {}
+    };
+    // As a thread does that looks again and again while pages come one by one.
+    for index in 0..200 {
+        place.write(index, &heap(index, 0));
+        reclaim(&mut place);
+    }
+    let (stats, out) = (place.backing.stats(), place.pool.stats().bd_count);
+    assert!(out >= 160 && stats.segments_written >= 4, "{out} pages left, {stats:?}");
+    assert!(stats.live_bytes * 5 >= stats.segments_written * 64 * KIB * 2, "nearly empty segments: {stats:?}");
+    // Who is told to have them leave has the rest leave, too; and so has who comes near the limit.
+    let rest = place.pool.clone();
+    while !place.store.write_back(&mut place.worker, &rest, Leaving::Oldest).unwrap().finished {}
+    assert_eq!(place.pool.stats().bd_count, 200);
+    place.write(0, &heap(0, 1));
+    place.store.set_limit_bytes(place.store.mem_used_total_bytes());
+    reclaim(&mut place);
+    assert!(place.is_out(0), "it had to leave");
+}
+
+#[test]
 fn incompressible_pages_leave_first_and_then_the_oldest() {
     let mut place = place(Memory::new(1, Faults::NONE).medium(), config(100));
     // Three ages of pages that compress; then, youngest of all, some that do not.

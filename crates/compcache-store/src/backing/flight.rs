@@ -225,14 +225,20 @@ impl Backing {
         let cleaning = self.cleaning.try_lock();
         let emptied = cleaning.as_ref().map_or(0, |_| self.clean(store, &mut worker.leaf, flight));
         self.gather(store, worker, flight, wanted);
+        let is_little = wanted.at_leisure && emptied == 0 && flight.end < self.segment_bytes / 2;
         // The last free segment is for cleaning, which gives more back than it takes.
         let begun = match flight.records() {
             0 => None,
+            _ if is_little => None,
             _ => self.segments.lock().begin(usize::from(emptied == 0)),
         };
         let flown = match begun {
             Some(begun) => self.take_off(store, worker, flight, begun),
             None if flight.records() == 0 => Ok(Flown::default()),
+            None if is_little => {
+                self.gather_anew();
+                Ok(Flown::default())
+            }
             // What another is about to clean or to write may leave room.
             None if cleaning.is_none() || self.segments.lock().is_any_written_now() => Ok(busy),
             None => {

@@ -42,6 +42,8 @@ enum Taken {
 pub(crate) struct Wanted<'w> {
     pub wants: &'w dyn Fn(&PoolCore) -> bool,
     pub leaving: Leaving,
+    /// What fills less than half of a segment stays in memory: nobody is refused for it, and more will come.
+    pub at_leisure: bool,
     /// What is old is told by all pools of the store that have somewhere to go, and not by those alone that go here.
     pub oldest_of_all: bool,
 }
