@@ -10,7 +10,7 @@
 //! | visit | four times in that time                                    | goes over all pages that have become cold since the last one |
 //! | piece | each time the evictor has looked and nothing had to leave  | one group; a quarter of a processor at most                |
 //!
-//! A visit that the pool has no room for is given up; the next one looks at the same pages again. Processes that keep little
+//! A visit that the pool has no room for goes on later. Processes that keep little
 //! compressed are left alone: there is less to be had than the contexts take.
 //!
 //! Like compaction it is never under way while the process may be copied, since the evictor freezes itself. What becomes free the evictor's
@@ -27,10 +27,11 @@ const AGES: u64 = 8;
 const VISITS: u64 = 4;
 /// Between two pieces it waits so many times as long as the last one took.
 const PAUSE: u64 = 3;
-/// With fewer pages in the pool nothing is done: 8 MiB.
+/// With fewer pages in the pool, and none in groups, nothing is done: 8 MiB.
 const PAGES_LEAST: u64 = 2048;
-/// What contexts and buffers take once they were used, by the highest level of zstd for which that is enough: measured by hand.
-const USED_BYTES: [(i8, u64); 4] = [(1, 400 << 10), (3, 768 << 10), (9, 1056 << 10), (i8::MAX, 1856 << 10)];
+/// What contexts and buffers take once they were used, the handler's among them, which reads groups; by the highest level of zstd for which that is
+/// enough: measured by hand.
+const USED_BYTES: [(i8, u64); 4] = [(1, 528 << 10), (3, 896 << 10), (9, 1184 << 10), (i8::MAX, 1984 << 10)];
 
 /// What the evictor needs for it.
 pub struct Cold {
@@ -42,6 +43,8 @@ pub struct Cold {
     tried: u64,
     due_ns: u64,
     visit: Option<Visit>,
+    /// No piece before that.
+    rests_until_ns: u64,
     /// Pages that had come or left when that last changed, and when it did.
     used: u64,
     used_ns: u64,
@@ -62,7 +65,18 @@ impl Cold {
         let recompressor = Recompressor::new(store, level).ok()?.without_compaction();
         let (_, used_bytes) = USED_BYTES.into_iter().find(|(most, _)| level <= *most)?;
         let tried = ages.now();
-        Some(Cold { recompressor, used_bytes, after_ns, ages, tried, due_ns: 0, visit: None, used: 0, used_ns: now_ns })
+        Some(Cold {
+            recompressor,
+            used_bytes,
+            after_ns,
+            ages,
+            tried,
+            due_ns: 0,
+            visit: None,
+            rests_until_ns: 0,
+            used: 0,
+            used_ns: now_ns,
+        })
     }
 
     /// In a copy of the process: a visit begins anew.
@@ -75,23 +89,32 @@ impl Cold {
         let stats = pager.pool.stats();
         self.grow_older(pager, &stats, now_ns);
         let visit = self.visit.or_else(|| self.begin(&stats, now_ns))?;
+        let rest_ns = self.rests_until_ns.saturating_sub(now_ns);
+        if rest_ns > 0 {
+            return Some(rest_ns);
+        }
         let range = self.ages.ago(self.tried, visit.before);
+        pager.cold_bytes.store(self.used_bytes, Relaxed);
         let begun_ns = clock_ns();
         let Ok(done) = pager.pool.recompress(worker, &mut self.recompressor, range, visit.from) else {
-            self.visit = None;
+            // There was no room. It goes on from here.
+            self.rests_until_ns = now_ns + self.after_ns / VISITS;
             return None;
         };
-        if let Some(slot) = pager.slot().filter(|_| done.pages > 0) {
-            slot.counters.recompressed_pages.fetch_add(done.pages as u64, Relaxed);
-            pager.has_groups.store(true, Release);
+        let ended_ns = clock_ns();
+        self.rests_until_ns = ended_ns + (ended_ns - begun_ns) * PAUSE;
+        if done.pages > 0 {
+            pager.has_groups.store(true, Relaxed);
         }
-        pager.cold_bytes.store(self.used_bytes, Relaxed);
+        if let Some(slot) = pager.slot() {
+            slot.counters.recompressed_pages.fetch_add(done.pages as u64, Relaxed);
+        }
         self.visit = done.next.map(|from| Visit { from, ..visit });
         if self.visit.is_none() {
             self.tried = visit.before;
             return None;
         }
-        Some((clock_ns() - begun_ns) * PAUSE)
+        Some(self.rests_until_ns - ended_ns)
     }
 
     /// Begins the next age if it is time; for a while after the last use as well, so that what was used last becomes cold.
@@ -111,7 +134,7 @@ impl Cold {
     /// The next visit, if it is time for one, and something has become cold since the last.
     fn begin(&mut self, stats: &PoolStats, now_ns: u64) -> Option<Visit> {
         let pages = stats.pages_stored().saturating_sub(stats.bd_count + stats.same_pages);
-        if now_ns < self.due_ns || pages < PAGES_LEAST {
+        if now_ns < self.due_ns || pages < PAGES_LEAST && stats.grouped_pages == 0 {
             return None;
         }
         self.due_ns = now_ns + self.after_ns / VISITS;

@@ -18,8 +18,10 @@ pub struct Batch {
     /// The number of the group's first frame, as a page.
     first: u64,
     taken: u64,
-    /// Pages with a copy, which had not changed, which little enough for a patch, and which are in the pool now.
+    /// Pages with a copy, which of those were compared with it, which had not changed, which little enough for a patch, and which are in the pool
+    /// now.
     copies: u64,
+    compared: u64,
     unchanged: u64,
     patched: u64,
     stored: u64,
@@ -52,7 +54,7 @@ pub fn begin(state: &mut State, group: usize, most: usize) -> Batch {
     let first = process::page_of(state.staging.address((group * GROUP) as Frame));
     let copies = state.staging.groups[group].copies & taken;
     state.staging.groups[group].copies &= !taken;
-    Batch { group, first, taken, copies, unchanged: 0, patched: 0, stored: 0 }
+    Batch { group, first, taken, copies, compared: 0, unchanged: 0, patched: 0, stored: 0 }
 }
 
 /// Compresses them; of those with copies only what has changed, if that is little. The caller does not hold the lock.
@@ -64,7 +66,10 @@ pub fn compress(pager: &Pager, worker: &mut Worker, batch: &mut Batch) {
         // Under the frame's own number: what is stored under the page's changes under the lock only, for the page may
         // be taken away, and another one moved to its place, while the codec works.
         let object = PageIndex(batch.first + place as u64);
-        let stored = if batch.copies >> place & 1 == 1 {
+        // A copy that was compressed again, in a group, is no help.
+        let is_compared = batch.copies >> place & 1 == 1 && !pager.pool.is_grouped(object);
+        let stored = if is_compared {
+            batch.compared |= 1 << place;
             let rewritten = pager.pool.rewrite(worker, object, contents);
             batch.unchanged |= u64::from(rewritten == Ok(Rewritten::Unchanged)) << place;
             batch.patched |= u64::from(matches!(rewritten, Ok(Rewritten::Patched { .. }))) << place;
@@ -78,9 +83,9 @@ pub fn compress(pager: &Pager, worker: &mut Worker, batch: &mut Batch) {
 
 /// What compressing came to: pages stored, pages that went another way meanwhile, pages the pool refused.
 pub fn settle(pager: &Pager, state: &mut State, batch: &Batch) {
-    let &Batch { group, taken, copies, unchanged, patched, stored, .. } = batch;
+    let &Batch { group, taken, copies, compared, unchanged, patched, stored, .. } = batch;
     state.under_way -= 1;
-    state.copies.compared(copies.count_ones(), (unchanged | patched).count_ones());
+    state.copies.compared(compared.count_ones(), (unchanged | patched).count_ones());
     if let Some(slot) = pager.slot() {
         slot.counters.unchanged_pages.fetch_add(u64::from(unchanged.count_ones()), Relaxed);
         slot.counters.patched_pages.fetch_add(u64::from(patched.count_ones()), Relaxed);

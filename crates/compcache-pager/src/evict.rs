@@ -211,24 +211,25 @@ impl Evictor {
             if pager.armed.load(Acquire) && self.evict(pager, channel) == Evicted::More {
                 continue;
             }
-            self.compact(pager);
+            let is_compact = self.compact(pager);
             if self.is_unfinished() {
                 return NAP_MIN_NS;
             }
             let again_ns = if look.evicts { NAP_MAX_NS } else { self.recompress(pager) };
+            let again_ns = again_ns.min(if is_compact { NAP_MAX_NS } else { NAP_IDLE_NS });
             let headroom_bytes = (-look.over_pages).max(0) as u64 * PAGE as u64;
             let until_full_ns = headroom_bytes * 1_000_000_000 / GROWTH_BYTES_PER_S;
+            let until_full_ns = until_full_ns.saturating_sub(clock_ns() - self.looked_at_ns);
             let floor_ns = if look.idle { NAP_IDLE_NS } else { NAP_MIN_NS };
             return until_full_ns.clamp(floor_ns, NAP_MAX_NS).min(again_ns);
         }
     }
 
     /// One step of the pool's compaction: what the program has taken back or dropped leaves spans half empty. Never while
-    /// the process may be copied: an object on its way would be in two places, or in none.
-    fn compact(&mut self, pager: &Pager) {
-        if pager.armed.load(Acquire) && !pager.frozen.load(Acquire) {
-            let _ = pager.store.compact(&mut self.worker, COMPACTED_AT_ONCE);
-        }
+    /// the process may be copied: an object on its way would be in two places, or in none. Whether there is no more to do.
+    fn compact(&mut self, pager: &Pager) -> bool {
+        let may = pager.armed.load(Acquire) && !pager.frozen.load(Acquire);
+        !may || pager.store.compact(&mut self.worker, COMPACTED_AT_ONCE).finished
     }
 
     /// A piece of what makes groups of cold pages, under the same condition. Returns when to come again at the latest.

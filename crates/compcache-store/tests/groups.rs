@@ -381,6 +381,32 @@ fn compaction_that_makes_room_for_a_group_costs_it_no_page() {
 }
 
 #[test]
+fn a_step_over_many_pages_that_no_group_is_worth_ends_soon() {
+    const NOISE: u64 = 1000;
+    let mut place = Place::new();
+    for index in 0..NOISE {
+        place.pool.write(&mut place.worker, PageIndex(index), &noise(index, 512, 256)).unwrap();
+    }
+    (NOISE..NOISE + 16).for_each(|index| place.write(index, 0));
+    let (mut from, mut last) = (PageIndex(0), 0);
+    let mut steps = 0;
+    loop {
+        let done = place.pool.recompress(&mut place.worker, &mut place.recompressor, 0..=255, from).unwrap();
+        steps += 1;
+        let Some(next) = done.next else { break };
+        assert!(next.0 > last && next.0 <= last + 64 + 16, "from {last} to {}", next.0);
+        (from, last) = (next, next.0);
+    }
+    assert!(steps > NOISE / 80, "{steps}");
+    assert!(
+        place.grouped() >= 8 && place.grouped() <= 16,
+        "what is worth it behind them is in a group: {}",
+        place.grouped()
+    );
+    (NOISE..NOISE + 16).for_each(|index| place.must_hold(index, 0));
+}
+
+#[test]
 fn a_page_that_is_looked_at_stays_as_it_was() {
     let mut place = Place::new().filled(32);
     assert_eq!(place.recompress(0), Ok(32));
@@ -409,6 +435,10 @@ fn a_copy_of_the_process_can_read_what_a_thread_of_its_parent_was_looking_at() {
     let locked = |at: *mut u8, bit: u8| unsafe { (*at & 1, *at |= bit).0 };
     // Slots of a leaf begin with their words of four bytes.
     assert_eq!((locked(leaf.wrapping_add(3 * 4), 1), locked(entry, 1)), (0, 0), "they were free");
+    // And the group half decoded.
+    let (pages, bytes) = place.worker.memory_ranges()[2];
+    // SAFETY: the worker's own buffer, which nobody reads meanwhile.
+    unsafe { core::slice::from_raw_parts_mut(pages as *mut u8, bytes).fill(0xa5) };
     // SAFETY: nobody else does anything with the store; that this is no child makes no difference here.
     unsafe { place.pool.free_reader_after_fork(PageIndex(3)) };
     place.worker.forget_group();

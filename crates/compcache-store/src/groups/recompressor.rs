@@ -36,6 +36,8 @@ pub struct Recompressor {
     pages: Buffer,
     candidates: [Option<Candidate>; MEMBERS_MAX],
     count: usize,
+    /// Where the last step ended before it had enough, of which pool: the next one goes on with what it has, if it begins there.
+    goes_on: Option<(u64, PageIndex)>,
     pub(crate) credit: Credit,
     /// Whether what becomes free is brought together here.
     pub(crate) compacts: bool,
@@ -54,6 +56,7 @@ impl Recompressor {
             pages: Buffer::new(GROUP_BYTES)?,
             candidates: [None; MEMBERS_MAX],
             count: 0,
+            goes_on: None,
             credit: Credit::default(),
             compacts: true,
         })
@@ -70,8 +73,21 @@ impl Recompressor {
         &self.store
     }
 
-    pub(crate) fn clear(&mut self) {
-        self.count = 0;
+    /// A step begins at a page of a pool.
+    pub(crate) fn begin(&mut self, pool: u64, from: PageIndex) {
+        if self.goes_on.take() != Some((pool, from)) {
+            self.count = 0;
+        }
+    }
+
+    /// A step ends before it has enough.
+    pub(crate) fn pause(&mut self, pool: u64, at: PageIndex) {
+        self.goes_on = Some((pool, at));
+    }
+
+    /// Whether what was gathered is kept for the next step.
+    pub(crate) fn is_paused(&self) -> bool {
+        self.goes_on.is_some()
     }
 
     pub(crate) fn is_full(&self) -> bool {

@@ -59,7 +59,7 @@ impl Pool {
         self.read_from(worker, index, page, start_ns, Then::Used).0
     }
 
-    /// As [`Pool::read`], but nothing of the store changes, not even how long ago the page was used: for a process that may be copied by
+    /// As [`Pool::read`], but nothing of the page changes, not even how long ago it was used: for a process that may be copied by
     /// fork meanwhile ([`Pool::free_reader_after_fork`]).
     ///
     /// # Errors

@@ -37,6 +37,10 @@ const SAVED_PART: usize = 8;
 /// Zstd must make so much of a raw page.
 const RAW_WORTH_BYTES: usize = PAGE_SIZE / 4 * 3;
 const TRIED_LEVEL: Codec = Codec::Zstd { level: 1 };
+/// A step ends when it has tried so many pages in vain, or has come over so many slots: about a millisecond. The next one goes on with what it
+/// has found.
+const VAIN_MOST: usize = 64;
+const LOOKED_MOST: usize = 1 << 15;
 
 /// What one step of recompression did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -72,6 +76,9 @@ impl Pool {
         // Taken while there is some, for when there is none.
         let _ = recompressor.admit();
         let mut done = Recompressed { next: self.gather(worker, recompressor, &cold, from), ..Recompressed::default() };
+        if recompressor.is_paused() {
+            return Ok(done);
+        }
         let count = recompressor.candidates().len();
         let frame = match self.worth_it(recompressor, count) {
             // What follows the first half may be better company for what comes behind it.
@@ -105,10 +112,16 @@ impl Pool {
         from: PageIndex,
     ) -> Option<PageIndex> {
         let (tables, now) = (&self.store.tables, self.store.age());
-        recompressor.clear();
-        let mut next = from;
+        let serial = self.core.serial();
+        recompressor.begin(serial, from);
+        let (mut next, mut looked, mut vain) = (from, 0, 0);
         while let Some(first) = self.core.tree.next_leaf(tables, next, PageIndex(PageIndex::LIMIT)) {
             let end = first.plus(FANOUT as u64);
+            if looked >= LOOKED_MOST {
+                recompressor.pause(serial, first.max(next));
+                return Some(first.max(next));
+            }
+            looked += FANOUT;
             if let Some(leaf) = self.core.tree.leaf(tables, first) {
                 for index in first.max(next).0..end.0 {
                     let meta = leaf.meta[(index - first.0) as usize].load(Relaxed);
@@ -119,7 +132,12 @@ impl Pool {
                     if recompressor.is_full() {
                         return Some(PageIndex(index));
                     }
-                    self.gather_one(worker, recompressor, PageIndex(index));
+                    if vain >= VAIN_MOST {
+                        recompressor.pause(serial, PageIndex(index));
+                        return Some(PageIndex(index));
+                    }
+                    let is_taken = self.gather_one(worker, recompressor, PageIndex(index)).is_some();
+                    vain += usize::from(!is_taken && slot::is_raw(meta));
                 }
             }
             next = end;
