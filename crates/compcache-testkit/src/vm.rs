@@ -32,6 +32,10 @@ const NETWORK_UP: &str = "ip link set lo up; ip addr add 10.0.2.15/24 dev eth0; 
 /// Printed where the script's own output begins and ends.
 const BEGIN: &str = "=== begin";
 const END: &str = "=== end";
+/// How long a machine may take until its script begins, and how often it is started: now and then the emulator stands still while the kernel brings up
+/// its processors, on a busy host, whatever is in the machine.
+const BOOT: Duration = Duration::from_secs(120);
+const STARTS: u32 = 3;
 /// How long a machine may take to print what its tasks are waiting for.
 const INTERRUPTED: Duration = Duration::from_secs(60);
 
@@ -247,7 +251,8 @@ impl Vm {
         // has got wrong (int3 in sched_clock_cpu, after 24 minutes on a host with ten others at work).
         // A machine that is interrupted prints what each task is waiting for.
         let options = "console=ttyS0 quiet panic=-1 rootfstype=ramfs tsc=reliable unknown_nmi_panic panic_print=67";
-        let mut machine = Command::new("qemu-system-x86_64")
+        let mut command = Command::new("qemu-system-x86_64");
+        command
             .args(["-M", "q35", "-cpu", "max", "-display", "none", "-no-reboot"])
             .args(network)
             .args(drive)
@@ -262,8 +267,17 @@ impl Vm {
             .arg(&disk)
             .args(["-append", options])
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .spawn()?;
+            .stdout(Stdio::null());
+        let mut machine = command.spawn()?;
+        for _ in 1..STARTS {
+            if has_begun(&mut machine, &console)? {
+                break;
+            }
+            eprintln!("a machine did not boot within {} s, and is started again", BOOT.as_secs());
+            machine.kill()?;
+            machine.wait()?;
+            machine = command.spawn()?;
+        }
         let ended = wait(&mut machine, patience);
         let registers = if matches!(ended, Ok(false)) { interrupt(&mut machine, &monitor) } else { Ok(String::new()) };
         machine.kill()?;
@@ -324,6 +338,20 @@ fn interrupt(machine: &mut Child, monitor: &Path) -> io::Result<String> {
         Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error),
         _ => Ok(String::from_utf8_lossy(&said).replace('\r', "")),
     }
+}
+
+/// Waits until a machine's script begins, or the machine ends. Whether either came to be in time.
+fn has_begun(machine: &mut Child, console: &Path) -> io::Result<bool> {
+    let begun = Instant::now();
+    while begun.elapsed() < BOOT {
+        let printed = fs::read(console).unwrap_or_default();
+        let has_begun = printed.windows(BEGIN.len()).any(|part| part == BEGIN.as_bytes());
+        if has_begun || machine.try_wait()?.is_some() {
+            return Ok(true);
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    Ok(false)
 }
 
 /// Waits until the machine ends, but not for longer. Whether it ended.

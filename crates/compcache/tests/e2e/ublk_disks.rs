@@ -6,7 +6,7 @@ use std::time::Duration;
 use compcache_testkit::features::{Feature, find_program, requires};
 use compcache_testkit::vm::{Kernel, Vm};
 
-use crate::support::{beside_others, compcache};
+use crate::support::{alone, compcache};
 
 /// Each line that begins with `is` or `not` is a command that must succeed, or fail.
 const SCRIPT: &str = r#"
@@ -55,7 +55,7 @@ fn a_disk_of_ublks_is_made_used_and_cleaned_up_after_a_killed_server() {
     if !requires(&[&machine[..], &programs.map(Feature::Program)].concat()) {
         return;
     }
-    let _shared = beside_others();
+    let _alone = alone();
     let mut vm = Kernel::stock().map_err(std::io::Error::other).and_then(|kernel| Vm::new(&kernel)).expect("a machine");
     vm.module("ublk_drv", "").expect("a module");
     vm.program(&compcache(), "/bin/compcache").expect("a program that can be read");
