@@ -6,6 +6,7 @@ use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -83,7 +84,9 @@ fn what_is_written_to_an_exclusive_tree_is_found_without_reading_below() {
     File::options().write(true).open(tree.target().join("h")).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
     tree.drop_kernel_cache();
     assert!(fs::read(tree.target().join("h")).unwrap() == content);
-    assert_eq!((tree.stat("failed_gets"), tree.stat("succ_gets")), (0, 256));
+    // Others have the kernel drop what it has, too, and then it is read again.
+    let (missed, found) = (tree.stat("failed_gets"), tree.stat("succ_gets"));
+    assert!(missed == 0 && found >= 256, "{missed} pages were read below, {found} found");
     // A short file, made longer behind its end, by a part of a page and by a hole.
     fs::write(tree.target().join("short"), &content[..5000]).unwrap();
     stored(514);
@@ -340,11 +343,12 @@ fn a_mount_in_use_is_not_ended_by_a_signal_and_then_is() {
     assert!(tree.child.try_wait().unwrap().is_none(), "it ended, though a file is open");
     (&held).write_all(b"still served").unwrap();
     drop(held);
-    end(&tree);
     let give_up = Instant::now() + PATIENCE;
     while tree.child.try_wait().unwrap().is_none() {
         assert!(Instant::now() < give_up, "it does not end");
-        thread::sleep(Duration::from_millis(10));
+        // Again: what another test starts has our files open, too, until it is another program.
+        end(&tree);
+        thread::sleep(Duration::from_millis(100));
     }
     assert_eq!(fs::read(tree.source().join("f")).unwrap(), b"still served");
     assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(tree.target().to_str().unwrap()));
@@ -357,21 +361,26 @@ fn a_killed_server_loses_nothing_that_was_synced_and_its_mount_can_be_ended() {
     }
     for round in 0..5 {
         let mut tree = Tree::mounted(&[]);
-        let synced = thread::scope(|scope| {
-            let writer = scope.spawn(|| {
-                let Ok(mut file) = File::create(tree.target().join("log")) else { return 0 };
-                (0..)
-                    .find(|number| file.write_all(format!("{number:08}\n").as_bytes()).and(file.sync_data()).is_err())
-                    .unwrap_or(0)
+        let synced = AtomicUsize::new(0);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut file = File::create(tree.target().join("log")).unwrap();
+                let mut line = |number| file.write_all(format!("{number:08}\n").as_bytes()).and(file.sync_data());
+                while line(synced.load(Relaxed)).is_ok() {
+                    synced.fetch_add(1, Relaxed);
+                }
             });
             // And others, who must not hang.
-            let reader = scope.spawn(|| while fs::read(tree.target().join("log")).is_ok() {});
-            thread::sleep(Duration::from_millis(100 + round * 50));
+            scope.spawn(|| while fs::read(tree.target().join("log")).is_ok() {});
+            let give_up = Instant::now() + PATIENCE;
+            while synced.load(Relaxed) == 0 && Instant::now() < give_up {
+                thread::sleep(Duration::from_millis(1));
+            }
+            thread::sleep(Duration::from_millis(round * 50));
             // SAFETY: it takes numbers, and the process is our child, not yet waited for.
             assert_eq!(unsafe { libc::kill(tree.child.id() as i32, libc::SIGKILL) }, 0);
-            reader.join().unwrap();
-            writer.join().unwrap()
         });
+        let synced = synced.into_inner();
         tree.child.wait().unwrap();
         let log = fs::read_to_string(tree.source().join("log")).unwrap();
         let whole = (0..synced).all(|number| log.get(number * 9..number * 9 + 9) == Some(&format!("{number:08}\n")));
@@ -453,7 +462,12 @@ fn a_full_file_system_below_says_so_and_nothing_else_is_harmed() {
     assert!(written.len() > 3 * MIB);
     assert!(written.chunks(100_000).all(|chunk| *chunk == text(100_000, 1)[..chunk.len()]));
     fs::remove_file(tree.target().join("f")).unwrap();
-    fs::write(tree.target().join("g"), text(MIB, 2)).unwrap();
+    // The kernel tells of the end of a file's use when it likes, and until then it takes room.
+    let give_up = Instant::now() + PATIENCE;
+    while fs::write(tree.target().join("g"), text(MIB, 2)).is_err() {
+        assert!(Instant::now() < give_up, "there is no room, though the large file is gone");
+        thread::sleep(Duration::from_millis(10));
+    }
     assert!(fs::read(tree.target().join("g")).unwrap() == text(MIB, 2));
     tree.unmount();
     assert!(Command::new("umount").arg(tree.source()).status().unwrap().success());

@@ -165,10 +165,9 @@ fn assert_lost_a_page(printed: &str, name: &str) {
     assert!(printed.lines().any(|line| ends.iter().any(|end| line.trim() == end)), "none of {ends:?}:\n{printed}");
 }
 
-// As README says: what the network needs to receive must not be kept from it.
+// As README says.
 const ON: &str = r#"
 echo 0 >/proc/sys/vm/watermark_boost_factor
-echo 16384 >/proc/sys/vm/min_free_kbytes
 connect; status connect $?
 mkswap -L far $device >/dev/null && swapon -dpages $device; status on $?
 "#;
