@@ -16,13 +16,14 @@ use std::cell::Cell;
 use std::process::abort;
 
 use fuser::Request;
-use rustix::fs::Mode;
+use rustix::fs::{AtFlags, CWD, Mode, chmodat};
 use rustix::io::{self, Errno};
 use rustix::process::{Gid, Uid, getegid, geteuid, umask};
 use rustix::thread::{
     CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_thread_res_gid, set_thread_res_uid,
 };
 
+use crate::inodes::Node;
 use crate::sys;
 
 /// What the kernel above has checked already.
@@ -76,15 +77,21 @@ fn with_rights<T>(caller: Caller, rights: CapabilitySet, make: impl FnOnce() -> 
     made
 }
 
-/// Calls `change` without the right to keep set-user-ID and set-group-ID bits, so that the kernel below drops them as it
-/// would have for who asks.
-pub fn dropping_suid<T>(drops: bool, change: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+/// Changes the file `node`, whose set-user-ID and set-group-ID bits go if it `drops` them, as they would have for who asks: without the right to
+/// keep them the kernel below drops them, or, where that leaves it to a server who takes us for root (NFS), they are dropped beforehand.
+pub fn dropping_suid<T>(drops: bool, node: &Node, change: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     if !drops {
         return change();
     }
     let before = capabilities(None)?;
     if !before.effective.contains(CapabilitySet::FSETID) {
         return change();
+    }
+    let mode = Mode::from_raw_mode(node.look()?.stx_mode.into());
+    let is_run_as_group = mode.contains(Mode::SGID | Mode::XGRP);
+    if mode.contains(Mode::SUID) || is_run_as_group {
+        let dropped = if is_run_as_group { Mode::SUID | Mode::SGID } else { Mode::SUID };
+        chmodat(CWD, node.path(), mode - dropped, AtFlags::empty())?;
     }
     set_capabilities(None, CapabilitySets { effective: before.effective - CapabilitySet::FSETID, ..before })?;
     let changed = change();

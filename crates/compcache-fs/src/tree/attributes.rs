@@ -79,7 +79,7 @@ impl Tree {
         };
         // Also the page that the end was in before: what it held behind that was zeroes, and may be shown now.
         let before = node.look()?.stx_size;
-        dropping_suid(caller.uid != 0, || self.writing(node, (size_bytes.min(before), u64::MAX), cut))
+        dropping_suid(caller.uid != 0, node, || self.writing(node, (size_bytes.min(before), u64::MAX), cut))
     }
 }
 

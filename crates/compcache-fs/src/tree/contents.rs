@@ -129,7 +129,7 @@ impl Tree {
         let open = self.files.get(handle)?;
         // Pages that are written back have their place; their flags are nobody's.
         let appends = flags.0 as u32 & OFlags::APPEND.bits() != 0 && !how.contains(WriteFlags::FUSE_WRITE_CACHE);
-        dropping_suid(how.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID), || {
+        dropping_suid(how.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID), &open.node, || {
             if !appends {
                 let bytes = (offset_bytes, offset_bytes.saturating_add(from.len() as u64));
                 let write = || lower::write(&open.fd, offset_bytes, from);
@@ -188,7 +188,7 @@ impl Tree {
         let mode = FallocateFlags::from_bits_retain(mode as u32);
         let bytes = (offset_bytes, offset_bytes.saturating_add(length_bytes));
         let allocate = || fallocate(&open.fd, mode, offset_bytes, length_bytes);
-        dropping_suid(caller.uid != 0, || self.writing(&open.node, bytes, allocate))
+        dropping_suid(caller.uid != 0, &open.node, || self.writing(&open.node, bytes, allocate))
     }
 
     pub fn copy_range(
@@ -203,7 +203,7 @@ impl Tree {
         let length = length_bytes.min(COPY_BYTES_MAX) as usize;
         let bytes = (to, to.saturating_add(length as u64));
         let copy = || copy_file_range(&source.fd, Some(&mut from), &target.fd, Some(&mut to), length);
-        dropping_suid(caller.uid != 0, || self.writing(&target.node, bytes, copy))
+        dropping_suid(caller.uid != 0, &target.node, || self.writing(&target.node, bytes, copy))
     }
 
     /// Where the next data or hole is; the kernel asks for nothing else.

@@ -22,6 +22,7 @@
 //! | `mount_files.rs`   | files on it are arrays of bytes, through every way of writing and reading, from both sides |
 //! | `mount_clients.rs` | fio, stress-ng, git, tar, sqlite and a compiler on it find what they wrote                 |
 //! | `mount_posix.rs`   | a mounted tree answers as the tree itself, errno for errno                               |
+//! | `mount_network.rs` | most of it once more where the tree lies on NFS, in an emulated machine                     |
 //! | `mount_user.rs`    | a user without root's rights mounts, unmounts, and cleans up                               |
 //! | `ublk_disks.rs`    | the same over ublk, in an emulated machine whose kernel has it                           |
 //!
@@ -50,6 +51,7 @@ mod memory_tester;
 mod mount;
 mod mount_clients;
 mod mount_files;
+mod mount_network;
 mod mount_posix;
 mod mount_user;
 mod nbd_client;

@@ -11,6 +11,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{self as unix, FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
+use std::process::Command;
 use std::thread;
 
 use crate::support::{Tree, can_mount};
@@ -340,33 +341,39 @@ fn nobody_else_gets_in_if_that_was_not_asked_for() {
     }
 }
 
+/// As on a file system of this machine's; NFS, asked without us, keeps the bits of a file that another cuts.
 #[test]
 fn set_user_id_goes_when_another_writes_cuts_or_owns() {
-    same(|at, log| {
-        fs::set_permissions(at, Permissions::from_mode(0o777)).unwrap();
-        let suid = |name: &str| {
-            let path = at.join(name);
-            fs::write(&path, vec![1; 9000]).unwrap();
-            fs::set_permissions(&path, Permissions::from_mode(0o6777)).unwrap();
-            path
-        };
-        let mode = |path: &Path| fs::metadata(path).map(|m| format!("{:o}", m.mode()));
-        let path = suid("written");
-        step!(log, as_user(1001, 1001, || OpenOptions::new().write(true).open(&path)?.write(b"x"))?);
-        step!(log, mode(&path)?);
-        let path = suid("cut");
-        step!(log, as_user(1001, 1001, || OpenOptions::new().write(true).open(&path)?.set_len(3))?);
-        step!(log, mode(&path)?);
-        let path = suid("emptied");
-        step!(log, as_user(1001, 1001, || OpenOptions::new().write(true).truncate(true).open(&path).map(drop))?);
-        step!(log, mode(&path)?);
-        let path = suid("owned");
-        step!(log, unix::chown(&path, Some(1001), Some(1001))?);
-        step!(log, mode(&path)?);
-        let path = suid("roots");
-        step!(log, OpenOptions::new().write(true).open(&path)?.write(b"x")?);
-        step!(log, mode(&path)?);
-    });
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&["--allow-other"]);
+    let at = tree.target();
+    fs::set_permissions(&at, Permissions::from_mode(0o777)).unwrap();
+    let writing = |path: &Path| OpenOptions::new().write(true).open(path);
+    let another = |what: fn(&File) -> io::Result<()>| {
+        move |path: &Path| as_user(1001, 1001, || writing(path).and_then(|file| what(&file)))
+    };
+    let emptied =
+        |path: &Path| as_user(1001, 1001, || OpenOptions::new().write(true).truncate(true).open(path).map(drop));
+    let changes: [(&str, &dyn Fn(&Path) -> io::Result<()>, u32); 5] = [
+        ("written", &another(|mut file| file.write_all(b"x")), 0o777),
+        ("cut", &another(|file| file.set_len(3)), 0o777),
+        ("emptied", &emptied, 0o777),
+        ("owned", &|path| unix::chown(path, Some(1001), Some(1001)), 0o777),
+        ("root's", &|path| writing(path)?.write_all(b"x"), 0o6777),
+    ];
+    for (name, change, mode) in changes {
+        let path = at.join(name);
+        fs::write(&path, vec![1; 9000]).unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o6777)).unwrap();
+        change(&path).unwrap_or_else(|error| panic!("{name}: {error}"));
+        for place in [&path, &tree.source().join(name)] {
+            let found = fs::metadata(place).unwrap().mode() & 0o7777;
+            assert_eq!(found, mode, "{name}: {found:o}");
+        }
+    }
+    tree.unmount();
 }
 
 #[test]
@@ -433,6 +440,30 @@ fn extended_attributes_and_acls_are_as_below() {
             log.add(name, get(&directory.join(name), "system.posix_acl_default", 100));
         }
     });
+}
+
+#[test]
+fn others_may_what_modes_say_where_there_are_no_acls_below() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let directory = crate::support::scratch();
+    fs::create_dir(directory.path().join("source")).unwrap();
+    let source = directory.path().join("source");
+    let mounted = Command::new("mount").args(["-t", "ramfs", "none"]).arg(&source).status().unwrap();
+    assert!(mounted.success());
+    let mut tree = Tree::over_itself(directory, &["--allow-other"]);
+    let path = tree.target().join("f");
+    fs::write(&path, "for some").unwrap();
+    unix::chown(&path, None, Some(1002)).unwrap();
+    for (mode, may) in [(0o640, [true, false]), (0o604, [false, true])] {
+        fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+        let found = [1002, 1003].map(|group| as_user(1001, group, || fs::read(&path)));
+        let found = found.map(|read| read.map(drop).map_err(|error| error.kind()));
+        assert_eq!(found, may.map(|may| if may { Ok(()) } else { Err(io::ErrorKind::PermissionDenied) }), "{mode:o}");
+    }
+    tree.unmount();
+    assert!(Command::new("umount").arg(source).status().unwrap().success());
 }
 
 fn call_remove(path: &Path, name: &str) -> Option<i32> {

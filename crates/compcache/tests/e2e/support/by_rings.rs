@@ -37,7 +37,9 @@ impl Drop for Set {
 /// Calls `mount`, which mounts a tree: to be served by io_uring if that is meant, and not while another process has it set.
 pub fn mounting<T>(mount: impl FnOnce() -> T) -> T {
     let path = concat!(env!("CARGO_TARGET_TMPDIR"), "/mounting.lock");
-    let lock = File::create(path).expect("a file under the build directory");
+    // To be locked by many it must be readable, where that is on NFS.
+    let lock = File::options().read(true).write(true).create(true).truncate(false).open(path);
+    let lock = lock.expect("a file under the build directory");
     if !are_meant() {
         lock.lock_shared().expect("a lock");
         return mount();
