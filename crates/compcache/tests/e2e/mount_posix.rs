@@ -356,7 +356,8 @@ fn set_user_id_goes_when_another_writes_cuts_or_owns() {
     };
     let emptied =
         |path: &Path| as_user(1001, 1001, || OpenOptions::new().write(true).truncate(true).open(path).map(drop));
-    let changes: [(&str, &dyn Fn(&Path) -> io::Result<()>, u32); 5] = [
+    type Change<'a> = &'a dyn Fn(&Path) -> io::Result<()>;
+    let changes: [(&str, Change<'_>, u32); 5] = [
         ("written", &another(|mut file| file.write_all(b"x")), 0o777),
         ("cut", &another(|file| file.set_len(3)), 0o777),
         ("emptied", &emptied, 0o777),
