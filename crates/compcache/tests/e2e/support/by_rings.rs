@@ -58,14 +58,14 @@ pub fn check(pid: u32) {
     assert!(rings > 0 || !are_meant(), "it has no threads for rings");
 }
 
-/// Runs this program's tests with `filter` in their names again, but for `but`, the caller.
-pub fn run_again(filter: &str, but: &str) {
+/// Runs this program's tests with `filter` in their names again, but for those with one of `but`, the caller among them.
+pub fn run_again(filter: &str, but: &[&str]) {
     if are_meant() || !requires(&[Feature::Root, Feature::Fuse, Feature::FuseRings]) {
         return;
     }
     let program = env::current_exe().expect("it runs");
-    let output =
-        Command::new(program).args([filter, "--skip", but]).env(BY_RINGS, "1").output().expect("it runs again");
+    let skipped = but.iter().flat_map(|name| ["--skip", name]);
+    let output = Command::new(program).arg(filter).args(skipped).env(BY_RINGS, "1").output().expect("it runs again");
     let printed = String::from_utf8_lossy(&output.stdout);
     eprintln!("{printed}{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "by io_uring: {}", output.status);
