@@ -13,7 +13,8 @@
 //! and the child's handler, libc touches a few structures of its own; they are brought back in prepare
 //! (`compcache-preload` knows them) and cannot be evicted meanwhile.
 //!
-//! A copy made without fork handlers (a bare clone(2), `_Fork`) is noticed where the kernel announces it (fork events,
+//! Copies that the C library makes without fork handlers (clone, `_Fork`, a bare system call by `syscall`) get the same from
+//! the preloaded object: [`Copying`]. One that is made past the C library is noticed where the kernel announces it (fork events,
 //! with CAP_SYS_PTRACE): all its evicted pages are brought to it at once, and it goes on unpaged.
 
 use crate::events::EventLog;
@@ -28,7 +29,7 @@ use crate::uffd::{Message, Uffd};
 use crate::{compress, copies, cpus, events, process, sys};
 use compcache_store::{Page, PageIndex, Worker};
 use core::ops::Range;
-use core::sync::atomic::{AtomicU32, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
 use rustix::fs::{Mode, OFlags};
 
 const WAITING: u32 = 0;
@@ -37,9 +38,14 @@ const RECOVERED: u32 = 1;
 /// One fork at a time.
 pub struct ForkTurn {
     turn: Mutex<()>,
+    /// [`prepare`] has been, and neither [`parent`] nor [`child`].
+    is_prepared: AtomicBool,
     stage: AtomicU32,
     recovered: AtomicU32,
 }
+
+/// What [`child`] and what is below it use of a stack, and more.
+const STACK_PAGES_TOUCHED: usize = 5;
 
 // What a fork asks of the evictor, and what the evictor answers.
 const IDLE: u32 = 0;
@@ -60,7 +66,12 @@ impl Default for ForkTurn {
 impl ForkTurn {
     /// Nobody forks.
     pub const fn new() -> Self {
-        ForkTurn { turn: Mutex::new(()), stage: AtomicU32::new(IDLE), recovered: AtomicU32::new(WAITING) }
+        ForkTurn {
+            turn: Mutex::new(()),
+            is_prepared: AtomicBool::new(false),
+            stage: AtomicU32::new(IDLE),
+            recovered: AtomicU32::new(WAITING),
+        }
     }
 
     /// Whether somebody waits for all that is under way to come to its end.
@@ -101,8 +112,15 @@ impl ForkLog {
 /// The descriptors are in a file table that this thread does not have, so the evictor does what is to be done; this
 /// thread asks for it and waits. Returns whether anything may be evicted: then what is touched in the child before its
 /// handler must be touched now.
+///
+/// A copy of the process that has no pager has nothing to prepare, and its turn may be held by a thread it does not have.
 pub fn prepare(pager: &Pager) -> bool {
+    if !pager.has_threads().load(Acquire) {
+        pager.fork_turn.is_prepared.store(false, Release);
+        return false;
+    }
     pager.fork_turn.turn.hold();
+    pager.fork_turn.is_prepared.store(true, Release);
     if !pager.armed.load(Acquire) {
         // No fault of ours can happen: nothing is registered, and nothing will be while the lock is held.
         pager.state.hold();
@@ -254,6 +272,9 @@ fn unstage(pager: &Pager, channel: &Channel, state: &mut State, page: u64, word:
 
 /// After a fork, in the parent.
 pub fn parent(pager: &Pager) {
+    if !pager.fork_turn.is_prepared.swap(false, AcqRel) {
+        return;
+    }
     if let Some(spill) = &pager.spill {
         spill.close_handed();
     }
@@ -280,6 +301,9 @@ fn apply_log(pager: &Pager, state: &mut State) {
 /// # Safety
 /// Only in the child of a fork, from its only thread, once.
 pub unsafe fn child(pager: &'static Pager) {
+    if !pager.fork_turn.is_prepared.swap(false, AcqRel) {
+        return;
+    }
     // SAFETY: no other thread exists here; `prepare` saw to it that what the locks protect is whole.
     unsafe {
         pager.state.free_after_fork();
@@ -294,6 +318,7 @@ pub unsafe fn child(pager: &'static Pager) {
     // Locks are not inherited.
     pager.remapping.locked.store(false, Release);
     pager.fork_turn.stage.store(IDLE, Release);
+    pager.forget_own_threads();
     pager.slot.store(0, Release);
     let was_armed = pager.armed.swap(false, AcqRel);
     // SAFETY: the parent's threads, whose structures these were, do not exist here.
@@ -339,6 +364,49 @@ pub unsafe fn child(pager: &'static Pager) {
     }
     if let Some(spill) = &pager.spill {
         spill.close_handed();
+    }
+}
+
+/// A copy that is being made where no fork handler is called. No signal comes meanwhile: its handler might fork.
+pub struct Copying {
+    pager: &'static Pager,
+    signals: u64,
+}
+
+impl Copying {
+    /// Before the copy, in the thread that makes it.
+    pub fn begin(pager: &'static Pager) -> Copying {
+        let signals = sys::block_signals();
+        prepare(pager);
+        Copying { pager, signals }
+    }
+
+    /// Brings what the child needs before it is paged: the words below `address`, as far as a few calls go, if it is a stack's end.
+    pub fn touch_below(&self, address: usize) {
+        for page in 0..STACK_PAGES_TOUCHED {
+            sys::write_nothing(address.saturating_sub(page * PAGE + 1) & !3);
+        }
+    }
+
+    /// The same for one word.
+    pub fn touch(&self, address: usize) {
+        sys::write_nothing(address & !3);
+    }
+
+    /// After the copy, or when there is none, in the parent.
+    pub fn end_in_parent(&self) {
+        parent(self.pager);
+        sys::restore_signals(self.signals);
+    }
+
+    /// In the child.
+    ///
+    /// # Safety
+    /// As [`child`].
+    pub unsafe fn end_in_child(&self) {
+        // SAFETY: says the caller.
+        unsafe { child(self.pager) };
+        sys::restore_signals(self.signals);
     }
 }
 

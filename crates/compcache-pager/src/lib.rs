@@ -80,4 +80,4 @@ mod uffd;
 
 pub use process::abort;
 pub use remap::Kernel as RemapKernel;
-pub use sys::read_own_memory;
+pub use sys::{Errno, call6 as system_call, read_own_memory};

@@ -276,6 +276,8 @@ pub struct Pager {
     pub(crate) kept_unregistered: AtomicBool,
     /// A word that is zero in a copy of the process until the copy has threads of ours.
     has_threads: *const AtomicBool,
+    /// So many there are.
+    own_threads: AtomicU64,
     pub(crate) staging_start: usize,
     pub(crate) morgue_start: usize,
     unreadable: usize,
@@ -381,6 +383,7 @@ impl Pager {
             keep_request: KeepRequest::new(),
             remapping: Remapping::new(remaps.then(remap::Kernel::probe).flatten()),
             kept_unregistered: AtomicBool::new(false),
+            own_threads: AtomicU64::new(0),
             has_threads: memory::map(PAGE).map_err(no_memory)?.cast_const().cast(),
             staging_start: memory::map(STAGING_BYTES).map_err(no_memory)? as usize,
             unreadable: memory::reserve(PAGE).map_err(no_memory)? as usize,
@@ -428,6 +431,16 @@ impl Pager {
         Ok(())
     }
 
+    /// How many threads of this process are the pager's.
+    pub fn own_threads(&self) -> u64 {
+        self.own_threads.load(Acquire)
+    }
+
+    /// It has none: it is a copy of one that had.
+    pub(crate) fn forget_own_threads(&self) {
+        self.own_threads.store(0, Release);
+    }
+
     /// Whether this process has an evictor: a copy made without fork handlers has none.
     pub(crate) fn has_threads(&self) -> &AtomicBool {
         // SAFETY: a word in a page of the pager's own, mapped as long as the process lives.
@@ -464,6 +477,8 @@ impl Pager {
         // The thread inherits the mask of the one that starts it: nothing may interrupt it, for a handler of the
         // program's would run on its stack.
         let before = sys::block_signals();
+        // Before it is there: who counts the threads of the process must find none too many.
+        self.own_threads.fetch_add(1, AcqRel);
         // SAFETY: each stack is used by one thread, started once a process; its lowest page serves as `tls`. The
         // argument lives as long as the process.
         let started = unsafe {
@@ -471,7 +486,10 @@ impl Pager {
         };
         sys::restore_signals(before);
         const { assert!(TLS_BYTES < STACK_BYTES) };
-        started.map(drop).map_err(|_| Trouble::NoThread)
+        started.map(drop).map_err(|_| {
+            self.own_threads.fetch_sub(1, AcqRel);
+            Trouble::NoThread
+        })
     }
 
     /// Claims this process's slot in the shared region for the calling thread.

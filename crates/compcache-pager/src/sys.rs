@@ -14,6 +14,7 @@ compile_error!("the pager knows the system call and thread conventions of Linux 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Errno(pub i32);
 
+#[allow(missing_docs, reason = "as errno.h has them")]
 impl Errno {
     pub const ENOENT: Errno = Errno(2);
     pub const ESRCH: Errno = Errno(3);
@@ -49,7 +50,7 @@ unsafe fn call(number: usize, args: [usize; 4]) -> Result<usize, Errno> {
 ///
 /// # Safety
 /// As [`call`].
-unsafe fn call6(number: usize, args: [usize; 6]) -> Result<usize, Errno> {
+pub unsafe fn call6(number: usize, args: [usize; 6]) -> Result<usize, Errno> {
     let result: isize;
     // SAFETY: the system call convention of x86-64 Linux; the caller answers for what the call does.
     unsafe {

@@ -1,6 +1,6 @@
-//! The shared object that puts the pager into a program: a constructor, the fork handlers, and a look at each new
-//! thread's control block, at each robust mutex, at locked memory, vmsplice, direct input and guard pages. Everything else
-//! is `compcache-pager`.
+//! The shared object that puts the pager into a program: a constructor, the fork handlers and what copies the process past them, and
+//! a look at each new thread's control block, at each robust mutex, at locked memory, vmsplice, direct input and guard pages.
+//! Everything else is `compcache-pager`.
 //!
 //! `compcache run` names this object in `LD_PRELOAD` and the tree's shared region in `COMPCACHE_REGION`. Without that
 //! variable, or where anything is missing, the object does nothing: a program must run unpaged rather than not at all.
@@ -12,9 +12,11 @@
 
 extern crate alloc;
 
+mod copies;
 mod devices;
 mod guards;
 mod libc;
+mod task_count;
 mod threads;
 
 use compcache_pager::fork;

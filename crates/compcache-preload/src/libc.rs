@@ -13,6 +13,8 @@ pub const MADV_GUARD_INSTALL: c_int = 102;
 pub const MADV_GUARD_REMOVE: c_int = 103;
 
 type Handler = extern "C" fn();
+/// What a copy made by `clone` begins with.
+pub type Start = unsafe extern "C" fn(*mut c_void) -> c_int;
 
 #[link(name = "c")]
 unsafe extern "C" {
@@ -30,6 +32,15 @@ unsafe extern "C" {
 pub struct Vector {
     pub address: usize,
     pub len: usize,
+}
+
+/// As libc's sys/stat.h, as far as the mode.
+#[repr(C)]
+pub struct Stat {
+    pub device: u64,
+    pub inode: u64,
+    pub links: u64,
+    pub mode: c_uint,
 }
 
 /// The most vectors of one call.
@@ -94,6 +105,7 @@ pub mod real {
         ($($name:ident: fn($($argument:ty),*) -> $result:ty;)*) => {
             $(
                 /// The function of this name in the objects after this one; `None` when there is none.
+                #[allow(non_snake_case, reason = "as libc has them")]
                 pub fn $name() -> Option<unsafe extern "C" fn($($argument),*) -> $result> {
                     static FOUND: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
                     const NAME: &CStr = match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
@@ -133,6 +145,16 @@ pub mod real {
         __openat64_2: fn(c_int, *const c_char, c_int) -> c_int;
         fcntl: fn(c_int, c_int, usize) -> c_int;
         fcntl64: fn(c_int, c_int, usize) -> c_int;
+        stat: fn(*const c_char, *mut Stat) -> c_int;
+        stat64: fn(*const c_char, *mut Stat) -> c_int;
+        fstatat: fn(c_int, *const c_char, *mut Stat, c_int) -> c_int;
+        fstatat64: fn(c_int, *const c_char, *mut Stat, c_int) -> c_int;
+        __xstat: fn(c_int, *const c_char, *mut Stat) -> c_int;
+        __xstat64: fn(c_int, *const c_char, *mut Stat) -> c_int;
+        __fxstatat: fn(c_int, c_int, *const c_char, *mut Stat, c_int) -> c_int;
+        __fxstatat64: fn(c_int, c_int, *const c_char, *mut Stat, c_int) -> c_int;
+        clone: fn(Start, *mut c_void, c_int, *mut c_void, usize, usize, usize) -> c_int;
+        _Fork: fn() -> c_int;
     }
 }
 

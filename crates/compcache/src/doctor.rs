@@ -221,7 +221,9 @@ fn run_works(
         );
     }
     if !granted.fork_events {
-        notes.push("copies made by a raw clone(2), past the C library, are not seen: that takes CAP_SYS_PTRACE");
+        notes.push(
+            "copies made by a bare clone(2) instruction, past the C library, are not seen: that takes CAP_SYS_PTRACE",
+        );
     }
     Way { works: true, why: (!notes.is_empty()).then(|| notes.join("; ")) }
 }

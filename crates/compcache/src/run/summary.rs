@@ -32,7 +32,7 @@ fn write_summary(out: &mut String, stats: &Stats, program: &str) -> fmt::Result 
     }
     if stats.unpaged_copies != 0 {
         let copies = stats.unpaged_copies;
-        writeln!(out, "  note: {copies} copies made without fork handlers (raw clone) ran correctly, but unpaged.")?;
+        writeln!(out, "  note: {copies} copies made past the C library (a bare clone) ran correctly, but unpaged.")?;
     }
     Ok(())
 }

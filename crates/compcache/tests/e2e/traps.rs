@@ -99,6 +99,7 @@ traps! {
     a_raw_fork_has_right_memory: "raw_forks" ["fork"];
     fork_without_handlers_has_right_memory: "raw_forks" ["_Fork"];
     the_clone_function_has_right_memory: "raw_forks" ["clone_function"];
+    a_fork_past_libc_has_right_memory: "raw_forks" ["past_libc"];
 
     memory_that_is_unmapped_does_not_come_back: "maps" ["munmap"];
     memory_that_is_moved_goes_along: "maps" ["mremap"];
@@ -210,6 +211,24 @@ traps! {
     a_program_sees_nothing_of_the_pager: "shows_nothing" [];
     a_program_may_have_a_userfaultfd_of_its_own: "own_userfaultfd" [];
     static_memory_is_right: "static_data" [];
+}
+
+/// What is copied by a function of libc's is paged again; what is copied past it is not, and counted.
+#[test]
+fn a_copy_that_libc_makes_is_paged() {
+    let _shared = beside_others();
+    for (how, unpaged) in
+        [("clone", 0), ("clone3", 0), ("fork", 0), ("_Fork", 0), ("clone_function", 0), ("past_libc", 3)]
+    {
+        for way in ways() {
+            let outcome = Program::new(trap_program("raw_forks")).args([how]).paged(way, &CAP);
+            if is_skip(&outcome) {
+                continue;
+            }
+            assert!(outcome.status.success(), "{how} {way:?}: {}", outcome.explain());
+            assert_eq!(outcome.stat("unpaged_copies"), unpaged, "{how} {way:?}: {}", outcome.explain());
+        }
+    }
 }
 
 #[test]

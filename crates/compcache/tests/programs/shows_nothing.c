@@ -5,6 +5,7 @@
 #include "trap.h"
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/time.h>
 
 static void say(const char *what, long value)
@@ -12,6 +13,25 @@ static void say(const char *what, long value)
 	char line[128];
 	int length = snprintf(line, sizeof(line), "%s %ld\n", what, value);
 	MUST(write(1, line, (size_t)length) == length);
+}
+
+/* As sandboxes ask for it. */
+static void say_threads(void)
+{
+	struct stat told;
+	int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	MUST(proc >= 0);
+	MUST(fstatat(proc, "self/task/", &told, 0) == 0);
+	say("threads, beside the directory", (long)told.st_nlink);
+	MUST(stat("/proc/self/task", &told) == 0);
+	say("threads, by their path", (long)told.st_nlink);
+	close(proc);
+}
+
+static void *say_threads_from_another(void *unused)
+{
+	say_threads();
+	return unused;
 }
 
 /* Everything is printed; the output must be the one of a run without a pager. */
@@ -52,6 +72,9 @@ static void look(void)
 		MUST(getrlimit(limit, &value) == 0);
 		say("limit", (long)value.rlim_cur);
 	}
+	say_threads();
+	pthread_t thread;
+	MUST(pthread_create(&thread, NULL, say_threads_from_another, NULL) == 0 && pthread_join(thread, NULL) == 0);
 	/* errno is the program's own. */
 	errno = 4711;
 	filler_walk();
