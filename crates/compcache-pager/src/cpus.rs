@@ -61,6 +61,12 @@ impl Follower {
         (self.cpu, self.unsettled) = (None, 0);
     }
 
+    /// Forgets what the handler before was bound to, in the same table of descriptors.
+    pub fn unbind(&mut self) {
+        self.watched = None;
+        (self.cpu, self.unsettled) = (None, 0);
+    }
+
     /// A fault is about to be answered: after a move, not before the evictor keeps the processor busy that was left. An evictor at
     /// work is waited for by nobody. The caller does not hold the lock, for the evictor may want it.
     pub fn before_answer(&mut self, pager: &Pager) {

@@ -134,7 +134,8 @@ impl Evictor {
     pub fn run(&mut self, pager: &'static Pager) -> ! {
         sys::ask_for_short_slices(200_000);
         self.clear = Clear::new();
-        if !self.recover {
+        let goes_on = pager.relay.is_under_way();
+        if !self.recover && !goes_on {
             let seen = pager.bell.load(Acquire);
             lock::wait(&pager.bell, seen, Some(FIRST_NAP_NS));
         }
@@ -142,10 +143,7 @@ impl Evictor {
         if self.recover {
             self.forget_wiped(pager);
         }
-        let opened = self.open(pager);
-        if let Some(spill) = &pager.spill {
-            spill.open(pager);
-        }
+        let opened = if goes_on { self.go_on(pager) } else { self.open_all(pager) };
         sys::drop_capabilities();
         if core::mem::take(&mut self.recover) {
             let recovered = opened.is_some_and(|channel| self.recover(pager, &channel));
@@ -155,13 +153,42 @@ impl Evictor {
             let seen = pager.bell.load(Acquire);
             let nap_ns = match opened {
                 Some(channel) => self.tick(pager, &channel),
-                None => self.look(pager).map_or(NAP_MAX_NS, |_| NAP_MAX_NS),
+                None => {
+                    fork::serve(pager);
+                    self.look(pager).map_or(NAP_MAX_NS, |_| NAP_MAX_NS)
+                }
             };
             pager.evictor_sleeps.store(true, Release);
             lock::wait(&pager.bell, seen, Some(nap_ns));
             pager.evictor_sleeps.store(false, Release);
             self.clear.settle(pager);
         }
+    }
+
+    fn open_all(&mut self, pager: &Pager) -> Option<Channel> {
+        let opened = self.open(pager);
+        if let Some(spill) = &pager.spill {
+            spill.open(pager);
+        }
+        opened
+    }
+
+    /// After another evictor, with its descriptors: starts what else there was.
+    fn go_on(&mut self, pager: &'static Pager) -> Option<Channel> {
+        // This is no other process.
+        pager.region.header.processes_total.fetch_sub(1, Relaxed);
+        let statm = process::open(c"/proc/thread-self/statm");
+        if let (Some(files), Some(statm)) = (&mut self.files, statm) {
+            // The old one told of a thread that is no more.
+            files.statm = process::out_of_the_way(statm);
+        }
+        let has_all = (!pager.armed.load(Acquire) || pager.start_handler().is_ok())
+            && pager.spill.as_ref().is_none_or(|spill| spill.go_on(pager));
+        if !has_all {
+            process::die(pager, crate::shared::Trouble::NoThread);
+        }
+        pager.relay.end();
+        *pager.channel.lock()
     }
 
     fn open(&mut self, pager: &Pager) -> Option<Channel> {
@@ -294,7 +321,7 @@ impl Evictor {
                 // In a copy of the process: frames that were garbage in its parent.
                 state.staging.frames().for_each(|frames| _ = drop_contents(frames.start, GROUP));
                 self.hand.use_old_scan();
-                staging.end - PAGE..staging.end
+                staging.end - 2 * PAGE..staging.end
             }
         };
         state.staging.reset(pager.staging_start, groups);

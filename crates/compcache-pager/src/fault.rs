@@ -67,6 +67,8 @@ pub struct Handler {
     awaited: [Option<(u64, Window)>; AWAITED],
     awaited_next: usize,
     follower: Follower,
+    /// The bell was rung: [`crate::relay`].
+    is_to_end: bool,
 }
 
 /// How an attempt to answer went.
@@ -102,6 +104,7 @@ impl Handler {
             awaited: [None; AWAITED],
             awaited_next: 0,
             follower: Follower::default(),
+            is_to_end: false,
         })
     }
 
@@ -119,7 +122,9 @@ impl Handler {
     pub fn run(&mut self, pager: &Pager) -> ! {
         sys::ask_for_short_slices(100_000);
         let channel = pager.channel.lock().expect("the evictor opens the channel before it starts the handler");
-        loop {
+        self.follower.unbind();
+        self.is_to_end = false;
+        while !self.is_to_end {
             channel.uffd.wait(-1);
             let begun = clock_ns();
             self.follower.before_answer(pager);
@@ -152,6 +157,7 @@ impl Handler {
                 pager.ring();
             }
         }
+        sys::end_thread();
     }
 
     /// Takes the lock, before the evictor does. What was half done when it was let go can be ended now; but before
@@ -200,6 +206,7 @@ impl Handler {
                 self.keep(channel, Fault { page: (address / PAGE) as u64, thread });
             }
             Some(Message::Remap { from, to, .. }) if state.own_move == (from, to) => {}
+            Some(Message::Remove { start, .. }) if start == channel.bell() => self.is_to_end = true,
             Some(event) => self.apply(pager, channel, state, event),
             None => {}
         }

@@ -26,7 +26,7 @@ use crate::spill::read_stored;
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
 use crate::uffd::{Message, Uffd};
-use crate::{compress, copies, cpus, events, process, sys};
+use crate::{compress, copies, cpus, events, process, relay, sys};
 use compcache_store::{Page, PageIndex, Worker};
 use core::ops::Range;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
@@ -44,9 +44,6 @@ pub struct ForkTurn {
     recovered: AtomicU32,
 }
 
-/// What [`child`] and what is below it use of a stack, and more.
-const STACK_PAGES_TOUCHED: usize = 5;
-
 // What a fork asks of the evictor, and what the evictor answers.
 const IDLE: u32 = 0;
 const FREEZE: u32 = 1;
@@ -56,6 +53,9 @@ const THAW: u32 = 3;
 const RECALL: u32 = 5;
 // What another thread of the program's asks of the evictor while nobody forks.
 const KEEP: u32 = 4;
+// The pager's threads are to end, and will.
+const END: u32 = 6;
+const ENDED: u32 = 7;
 
 impl Default for ForkTurn {
     fn default() -> Self {
@@ -179,6 +179,25 @@ pub(crate) fn ask_to_keep(pager: &Pager) {
     ask(pager, IDLE);
 }
 
+/// Has the pager's threads end: [`crate::relay`]. False when they cannot. Only between [`prepare`] and [`parent`].
+pub(crate) fn ask_to_end(pager: &Pager, is_armed: bool) -> bool {
+    let stage = &pager.fork_turn.stage;
+    stage.store(END, Release);
+    loop {
+        match stage.load(Acquire) {
+            END => {
+                pager.ring();
+                lock::wait(stage, END, Some(10_000_000));
+            }
+            ended => {
+                // As it was before: for the one that thaws.
+                stage.store(if is_armed { FROZEN } else { IDLE }, Release);
+                return ended == ENDED;
+            }
+        }
+    }
+}
+
 /// Called by the evictor whenever it is between two things: does what a thread of the program's has asked for.
 pub fn serve(pager: &Pager) {
     let stage = &pager.fork_turn.stage;
@@ -211,6 +230,14 @@ pub fn serve(pager: &Pager) {
             crate::keep::carry_out(pager);
             stage.store(IDLE, Release);
         }
+        END if relay::hand_over(pager) => {
+            let channel = *pager.channel.lock();
+            relay::have_others_end(pager, channel.as_ref());
+            stage.store(ENDED, Release);
+            lock::wake(stage);
+            sys::end_thread();
+        }
+        END => stage.store(IDLE, Release),
         _ => return,
     }
     lock::wake(stage);
@@ -383,9 +410,7 @@ impl Copying {
 
     /// Brings what the child needs before it is paged: the words below `address`, as far as a few calls go, if it is a stack's end.
     pub fn touch_below(&self, address: usize) {
-        for page in 0..STACK_PAGES_TOUCHED {
-            sys::write_nothing(address.saturating_sub(page * PAGE + 1) & !3);
-        }
+        sys::touch_below(address);
     }
 
     /// The same for one word.

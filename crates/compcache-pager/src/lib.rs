@@ -14,6 +14,7 @@
 //! | `fault`    | the handler: faults and events                                            |
 //! | `events`   | munmap, mremap, madvise, applied to what is kept                          |
 //! | `fork`     | copies of the process                                                     |
+//! | `relay`    | a moment without the pager's threads                                      |
 //! | `spill`    | a file for what is too much even compressed                               |
 //! | `share`    | how much of the memory the pool has then                                  |
 //! | `distance` | how far back a page was that comes back                                   |
@@ -60,6 +61,8 @@ pub mod memory;
 pub mod pager;
 mod process;
 mod regions;
+#[allow(unsafe_code, reason = "hands descriptors from thread to thread by their numbers")]
+pub mod relay;
 #[allow(unsafe_code, reason = "moves mappings")]
 mod remap;
 #[allow(unsafe_code, reason = "the kernel writes results into its buffers")]

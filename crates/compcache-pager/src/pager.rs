@@ -32,6 +32,7 @@ use crate::lock::{self, Mutex, Turn};
 use crate::memory::{self, PAGE};
 use crate::process;
 use crate::regions::Ranges;
+use crate::relay::{self, Relay};
 use crate::remap::{self, Remapping};
 use crate::scan::{self, ScanBuffer};
 use crate::shared::{EvictionWay, ProcessSlot, Region, RunCodec, SpillNews, Trouble};
@@ -60,8 +61,8 @@ pub const THREADS_MAX: usize = 4096;
 /// Events of several threads at one time.
 pub const PENDING_EVENTS: usize = 256;
 const FRAMES_BYTES: usize = GROUPS_MAX * GROUP * PAGE;
-/// Staging's range: its frames and the gate.
-pub const STAGING_BYTES: usize = FRAMES_BYTES + PAGE;
+/// Staging's range: its frames, the gate, and the bell.
+pub const STAGING_BYTES: usize = FRAMES_BYTES + 2 * PAGE;
 /// How long it is believed that nothing more can go.
 const FLOOR_NS: u64 = 1_000_000_000;
 const STACK_BYTES: usize = 256 << 10;
@@ -144,6 +145,11 @@ impl Channel {
     pub fn pagemap(&self) -> BorrowedFd<'_> {
         // SAFETY: opened with the channel, and never closed while a thread of the pager lives.
         unsafe { BorrowedFd::borrow_raw(self.pagemap) }
+    }
+
+    /// A page that is registered and never present: what is said of it, the handler hears.
+    pub(crate) fn bell(&self) -> usize {
+        self.gate + PAGE
     }
 
     /// Fills the gate's page; staging is registered. False when the kernel refuses.
@@ -272,6 +278,7 @@ pub struct Pager {
     pub(crate) fork_turn: ForkTurn,
     pub(crate) keep_request: KeepRequest,
     pub(crate) remapping: Remapping,
+    pub(crate) relay: Relay,
     /// Pages are kept whose unmapping would not be announced yet.
     pub(crate) kept_unregistered: AtomicBool,
     /// A word that is zero in a copy of the process until the copy has threads of ours.
@@ -382,6 +389,7 @@ impl Pager {
             fork_turn: ForkTurn::new(),
             keep_request: KeepRequest::new(),
             remapping: Remapping::new(remaps.then(remap::Kernel::probe).flatten()),
+            relay: Relay::new(),
             kept_unregistered: AtomicBool::new(false),
             own_threads: AtomicU64::new(0),
             has_threads: memory::map(PAGE).map_err(no_memory)?.cast_const().cast(),
@@ -447,6 +455,15 @@ impl Pager {
         unsafe { &*self.has_threads }
     }
 
+    /// Starts an evictor in the place of one that has ended, and with it the others.
+    pub(crate) fn start_again(&'static self) -> Result<(), Trouble> {
+        self.forget_own_threads();
+        self.handler_cpu.store(cpus::NONE, Release);
+        self.settle.store(cpus::SETTLED, Release);
+        self.evictor_sleeps.store(false, Release);
+        self.start()
+    }
+
     /// Starts the handler, from the evictor, whose descriptors it shares.
     pub fn start_handler(&'static self) -> Result<(), Trouble> {
         self.start_thread(1, Files::Shared, handler_entry)
@@ -458,18 +475,19 @@ impl Pager {
         files: Files,
         entry: extern "C" fn(*mut c_void) -> !,
     ) -> Result<(), Trouble> {
-        self.start_thread_on(self.stacks[which], files, entry)
+        self.start_thread_on(which, self.stacks[which], files, entry)
     }
 
     /// Starts one of the threads of the spill, from the evictor, whose descriptors they share; the spiller last, so that what it writes
     /// can be read. None may be started twice: each has its stack.
     pub fn start_spill_thread(&'static self, which: usize) -> Result<(), Trouble> {
         let entry = if which == spill::FETCHERS { spill::spiller_entry } else { spill::fetcher_entry };
-        self.start_thread_on(self.spill_stacks.wrapping_add(which * STACK_BYTES), Files::Shared, entry)
+        self.start_thread_on(2 + which, self.spill_stacks.wrapping_add(which * STACK_BYTES), Files::Shared, entry)
     }
 
     fn start_thread_on(
         &'static self,
+        place: usize,
         stack: *mut u8,
         files: Files,
         entry: extern "C" fn(*mut c_void) -> !,
@@ -486,7 +504,7 @@ impl Pager {
         };
         sys::restore_signals(before);
         const { assert!(TLS_BYTES < STACK_BYTES) };
-        started.map(drop).map_err(|_| {
+        started.map(|thread| self.relay.note_thread(place, thread)).map_err(|_| {
             self.own_threads.fetch_sub(1, AcqRel);
             Trouble::NoThread
         })
@@ -704,9 +722,18 @@ impl State {
 extern "C" fn evictor_entry(pager: *mut c_void) -> ! {
     // SAFETY: `start_thread` passed a pager, which is never freed.
     let pager = unsafe { &*pager.cast::<Pager>().cast_const() };
+    let mut kept = [-1; spill::PARTS + 1];
+    match &pager.spill {
+        _ if pager.relay.is_under_way() => kept[0] = pager.relay.socket(),
+        Some(spill) => kept[..spill::PARTS].copy_from_slice(&spill.handed()),
+        None => {}
+    }
     // SAFETY: this thread was started without CLONE_FILES: the table is a copy of its own, and none of the program's
-    // descriptors may be held open by it; but for what the parent of a copy has opened for it.
-    unsafe { sys::close_all_descriptors_but(pager.spill.as_ref().map_or([-1; spill::PARTS], Spill::handed)) };
+    // descriptors may be held open by it; but for what the parent of a copy has opened for it, or what there was before.
+    unsafe { sys::close_all_descriptors_but(kept) };
+    if pager.relay.is_under_way() {
+        relay::take_over(pager);
+    }
     // SAFETY: the evictor's structure is this thread's alone.
     let evictor = unsafe { &mut *pager.evictor };
     evictor.run(pager)

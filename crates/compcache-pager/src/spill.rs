@@ -343,17 +343,41 @@ impl Spill {
         if !pager.store.wants_reclaim(&self.backing) {
             return;
         }
-        while self.threads() < THREADS {
-            if pager.start_spill_thread(self.threads()).is_err() {
-                // Those that have been started stay, and the rest is tried again with the file.
-                self.is_failing.store(true, Release);
-                pager.region.note_spill(SpillNews::NoFile, Errno::NOMEM.raw_os_error());
-                return;
-            }
-            self.started.fetch_add(1, Release);
+        if !self.start_threads(pager, THREADS) {
+            // Those that have been started stay, and the rest is tried again with the file.
+            self.is_failing.store(true, Release);
+            pager.region.note_spill(SpillNews::NoFile, Errno::NOMEM.raw_os_error());
+            return;
         }
         self.bell.fetch_add(1, Release);
         lock::wake(&self.bell);
+    }
+
+    /// Starts threads until there are so many.
+    fn start_threads(&self, pager: &'static Pager, threads: usize) -> bool {
+        while self.threads() < threads {
+            if pager.start_spill_thread(self.threads()).is_err() {
+                return false;
+            }
+            self.started.fetch_add(1, Release);
+        }
+        true
+    }
+
+    /// Has all threads see what is asked of them.
+    pub fn wake_all(&self) {
+        for bell in [&self.bell, &self.orders_bell] {
+            bell.fetch_add(1, Release);
+            lock::wake(bell);
+        }
+    }
+
+    /// In an evictor that goes on where another was, with the same descriptors: starts the threads that there were.
+    pub fn go_on(&self, pager: &'static Pager) -> bool {
+        self.thread.store(rustix::thread::gettid().as_raw_nonzero().get() as u32, Release);
+        self.fetchers.store(0, Release);
+        let threads = self.started.swap(0, AcqRel);
+        self.start_threads(pager, threads)
     }
 
     /// The spiller's thread.
@@ -361,6 +385,9 @@ impl Spill {
         let (mut tried_ns, mut tidied_ns) = (0, 0);
         loop {
             let seen = self.bell.load(Acquire);
+            if pager.relay.is_ending() {
+                sys::end_thread();
+            }
             let now_ns = clock_ns();
             if self.is_failing.load(Acquire) && now_ns - tried_ns > RETRY_NS && self.has_file() {
                 // The evictor sets a limit again, and what is above it is tried.
@@ -435,11 +462,14 @@ impl Spill {
     }
 
     /// A fetcher's thread.
-    pub fn run_fetcher(&self, uffd: Uffd) -> ! {
+    pub fn run_fetcher(&self, pager: &Pager, uffd: Uffd) -> ! {
         // SAFETY: the number is this thread's alone.
         let batch = unsafe { &mut *self.batches[1 + self.fetchers.fetch_add(1, Relaxed)].get() };
         loop {
             let seen = self.orders_bell.load(Acquire);
+            if pager.relay.is_ending() {
+                sys::end_thread();
+            }
             let (taken, are_left) = self.take_wanted(batch, None);
             if are_left {
                 // Another one begins with what lies elsewhere.
@@ -718,7 +748,7 @@ pub extern "C" fn fetcher_entry(pager: *mut c_void) -> ! {
     let pager = unsafe { &*pager.cast::<Pager>().cast_const() };
     let channel = *pager.channel.lock();
     match (&pager.spill, channel) {
-        (Some(spill), Some(channel)) => spill.run_fetcher(channel.uffd),
+        (Some(spill), Some(channel)) => spill.run_fetcher(pager, channel.uffd),
         _ => process::abort(),
     }
 }

@@ -26,6 +26,9 @@ impl Errno {
 }
 
 const SYS_RT_SIGPROCMASK: usize = 14;
+const SYS_EXIT: usize = 60;
+const SYS_TGKILL: usize = 234;
+const SYS_DUP3: usize = 292;
 const SYS_IOCTL: usize = 16;
 const SYS_MREMAP: usize = 25;
 const SYS_CAPSET: usize = 126;
@@ -78,6 +81,21 @@ pub fn write_nothing(address: usize) {
     // SAFETY: both words are aligned; the kernel changes no bit of either. Waking a waiter on the program's word, should
     // there be one, is what a futex's users must expect at any time.
     let _ = unsafe { call6(SYS_FUTEX, [own.as_ptr() as usize, FUTEX_WAKE_OP_PRIVATE, 0, 0, address, OR_NOTHING]) };
+}
+
+/// Sees to it that the calling thread's stack is there, as far as a few calls go.
+#[inline(never)]
+pub fn touch_stack() {
+    let here = 0u8;
+    touch_below(&raw const here as usize);
+}
+
+/// Sees to it that what is below an address is there, if it can be, as far as a few calls go.
+pub fn touch_below(address: usize) {
+    const PAGES: usize = 5;
+    for page in 0..PAGES {
+        write_nothing(address.saturating_sub(page * crate::memory::PAGE + 1) & !3);
+    }
 }
 
 /// Writes to an address of this process that may not be there. False when it is not, or is read-only.
@@ -250,6 +268,29 @@ pub enum Files {
     Own,
     /// The caller's.
     Shared,
+}
+
+/// Ends the calling thread, and no other.
+pub fn end_thread() -> ! {
+    loop {
+        // SAFETY: the thread is one of `start_thread`: nobody waits for it, and nothing is left to be undone.
+        let _ = unsafe { call(SYS_EXIT, [0; 4]) };
+    }
+}
+
+/// Whether the kernel knows a thread of this number in this process.
+pub fn is_own_thread(thread: u32) -> bool {
+    let process = rustix::process::getpid().as_raw_nonzero().get() as usize;
+    // SAFETY: signal 0 is none.
+    let asked = unsafe { call(SYS_TGKILL, [process, thread as usize, 0, 0]) };
+    asked != Err(Errno::ESRCH)
+}
+
+/// Makes `number` another name of a descriptor, in the calling thread's table.
+pub fn duplicate_to(descriptor: i32, number: i32) -> Result<(), Errno> {
+    const O_CLOEXEC: usize = 0o2_000_000;
+    // SAFETY: the caller's table; what had the number is closed.
+    unsafe { call(SYS_DUP3, [descriptor as usize, number as usize, O_CLOEXEC, 0]) }.map(drop)
 }
 
 /// Starts a thread that libc does not know: `entry(argument)` on the given stack.

@@ -2,6 +2,7 @@
 //! system calls by `syscall`. Sandboxes make theirs so (bubblewrap, systemd-nspawn, Chromium), for the flags that fork has not.
 
 use crate::libc::{self, Start};
+use crate::namespaces::{self, SYS_SETNS, SYS_UNSHARE};
 use compcache_pager::fork::Copying;
 use compcache_pager::pager::Pager;
 use compcache_pager::{read_own_memory, system_call};
@@ -9,9 +10,9 @@ use core::arch::naked_asm;
 use core::ffi::{c_int, c_long, c_void};
 
 /// As the kernel's asm/unistd_64.h.
-const SYS_CLONE: c_long = 56;
-const SYS_FORK: c_long = 57;
-const SYS_CLONE3: c_long = 435;
+const SYS_CLONE: usize = 56;
+const SYS_FORK: usize = 57;
+const SYS_CLONE3: usize = 435;
 const SYS_EXIT_GROUP: usize = 231;
 /// As the kernel's linux/sched.h.
 const CLONE_VM: usize = 0x100;
@@ -103,7 +104,7 @@ fn around(pager: &'static Pager, copy: impl FnOnce(&Copying) -> isize) -> isize 
 }
 
 /// What of a bare system call makes a copy of the process that goes on on the same stack: its flags, and where the child's number goes.
-fn copies(number: c_long, arguments: &[usize; 6]) -> Option<(usize, usize)> {
+fn copies(number: usize, arguments: &[usize; 6]) -> Option<(usize, usize)> {
     let (flags, stack, child_thread) = match number {
         SYS_FORK => (0, 0, 0),
         SYS_CLONE => (arguments[0], arguments[1], arguments[3]),
@@ -120,7 +121,7 @@ fn copies(number: c_long, arguments: &[usize; 6]) -> Option<(usize, usize)> {
     (flags & CLONE_VM == 0 && stack == 0).then_some((flags, child_thread))
 }
 
-/// `syscall`, with copies of the process paged before they begin.
+/// `syscall`, with copies of the process paged before they begin, and what wants a single thread made so.
 ///
 /// As libc's it needs no stack for any other call: a thread may come out of one on another stack. An argument that the caller has not
 /// passed is some number, which nothing reads.
@@ -137,7 +138,11 @@ pub unsafe extern "C" fn syscall() -> c_long {
         "je 3f",
         "cmp rdi, {clone3}",
         "je 3f",
-        "2:", // Not a copy.
+        "cmp rdi, {unshare}",
+        "je 3f",
+        "cmp rdi, {setns}",
+        "je 3f",
+        "2:", // Any other call.
         "mov rax, rdi",
         "mov rdi, rsi",
         "mov rsi, rdx",
@@ -149,7 +154,7 @@ pub unsafe extern "C" fn syscall() -> c_long {
         "cmp rax, -4095",
         "jae 4f",
         "ret",
-        "3:", // Perhaps a copy: its arguments into an array.
+        "3:", // Perhaps not: its arguments into an array.
         "push [rsp + 8]",
         "push r9",
         "push r8",
@@ -158,7 +163,7 @@ pub unsafe extern "C" fn syscall() -> c_long {
         "push rsi",
         "mov rsi, rsp",
         "push rdi",
-        "call {call_that_copies}",
+        "call {special_call}",
         "pop rdi",
         "pop rsi",
         "pop rdx",
@@ -166,7 +171,7 @@ pub unsafe extern "C" fn syscall() -> c_long {
         "pop r8",
         "pop r9",
         "add rsp, 8",
-        "cmp rax, {not_a_copy}",
+        "cmp rax, {not_special}",
         "je 2b",
         "cmp rax, -4095",
         "jae 4f",
@@ -182,27 +187,32 @@ pub unsafe extern "C" fn syscall() -> c_long {
         clone = const SYS_CLONE,
         fork = const SYS_FORK,
         clone3 = const SYS_CLONE3,
-        not_a_copy = const NOT_A_COPY,
-        call_that_copies = sym call_that_copies,
+        unshare = const SYS_UNSHARE,
+        setns = const SYS_SETNS,
+        not_special = const NOT_SPECIAL,
+        special_call = sym special_call,
         set_errno = sym set_errno,
     )
 }
 
 /// No result of a system call.
-const NOT_A_COPY: isize = -4096;
+const NOT_SPECIAL: isize = -4096;
 
-/// Makes the call if it is one that copies the process; returns what the kernel says.
-extern "C" fn call_that_copies(number: c_long, arguments: &[usize; 6]) -> isize {
-    let Some((flags, child_thread)) = copies(number, arguments) else { return NOT_A_COPY };
-    let Some(pager) = crate::pager() else { return NOT_A_COPY };
-    around(pager, |copying| {
-        touch_child_thread(copying, flags, child_thread);
-        // SAFETY: the caller's own call, passed on.
-        match unsafe { system_call(number as usize, *arguments) } {
-            Ok(result) => result as isize,
-            Err(errno) => -(errno.0 as isize),
-        }
-    })
+/// Makes the call if it copies the process or wants a single thread; returns what the kernel says.
+extern "C" fn special_call(number: c_long, arguments: &[usize; 6]) -> isize {
+    let Some(pager) = crate::pager() else { return NOT_SPECIAL };
+    let made = match number as usize {
+        SYS_UNSHARE => namespaces::unshare_alone(pager, arguments[0]),
+        SYS_SETNS => namespaces::setns_alone(pager, arguments[0], arguments[1]),
+        number => copies(number, arguments).map(|(flags, child_thread)| {
+            around(pager, |copying| {
+                touch_child_thread(copying, flags, child_thread);
+                // SAFETY: the caller's own call, passed on.
+                unsafe { namespaces::call(number, *arguments) }
+            })
+        }),
+    };
+    made.unwrap_or(NOT_SPECIAL)
 }
 
 extern "C" fn set_errno(errno: c_int) {

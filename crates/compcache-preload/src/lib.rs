@@ -16,6 +16,7 @@ mod copies;
 mod devices;
 mod guards;
 mod libc;
+mod namespaces;
 mod task_count;
 mod threads;
 

@@ -155,6 +155,8 @@ pub mod real {
         __fxstatat64: fn(c_int, c_int, *const c_char, *mut Stat, c_int) -> c_int;
         clone: fn(Start, *mut c_void, c_int, *mut c_void, usize, usize, usize) -> c_int;
         _Fork: fn() -> c_int;
+        unshare: fn(c_int) -> c_int;
+        setns: fn(c_int, c_int) -> c_int;
     }
 }
 

@@ -190,7 +190,8 @@ traps! {
     a_system_call_filter_on_all_threads_does_not_stop_the_pager: "limits" ["tsync"];
     strict_seccomp_does_not_stop_the_pager: "limits" ["strict"];
 
-    what_takes_a_single_thread_is_refused: "namespaces" ["refused"];
+    what_takes_a_single_thread_is_allowed: "namespaces" ["alone"];
+    what_takes_a_single_thread_is_refused_to_two: "namespaces" ["threads"];
     all_other_namespaces_can_be_made_and_left: "namespaces" ["others"];
     a_child_in_a_user_namespace_of_its_own_works: "namespaces" ["sandbox"];
 

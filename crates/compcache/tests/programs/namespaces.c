@@ -1,8 +1,9 @@
 /*
- * New namespaces, and what else unshare does. Some of it the kernel allows to a process of one thread only, and a pager's
- * threads make it several [S24]:
+ * New namespaces, and what else unshare does. Some of it the kernel allows to a process of one thread only, which under a pager
+ * it must be for that moment [S24]:
  *
- *   refused  this is refused under a pager, and allowed without; memory is right afterwards
+ *   alone    this is allowed, again and again, and to children; memory is right afterwards, and still paged
+ *   threads  it is refused to a program that has two threads
  *   others   all other namespaces can be made and left again, by a process that goes on and forks
  *   sandbox  a child that is made in a user namespace of its own makes more there
  */
@@ -27,12 +28,19 @@ static pid_t fork_into_user_namespace(void)
 	return child;
 }
 
-static void allowed_to_one_thread(const char *what, int got)
+static void allowed(const char *what, int got)
 {
-	if (expects_eviction() ? got != -1 || errno != EINVAL : got != 0) die("%s: %d, errno %d", what, got, errno);
+	if (got != 0) die("%s: %d, errno %d", what, got, errno);
 }
 
-static void refused(void)
+static void *make_cold(void *unused)
+{
+	area_push_out(&area);
+	work();
+	return unused;
+}
+
+static void alone(void)
 {
 	int pipes[2];
 	char path[64], nothing;
@@ -47,21 +55,56 @@ static void refused(void)
 	int namespace = open(path, O_RDONLY | O_CLOEXEC);
 	MUST(namespace >= 0);
 	work();
-	allowed_to_one_thread("unshare of CLONE_VM", unshare(CLONE_VM));
-	allowed_to_one_thread("unshare of CLONE_THREAD", unshare(CLONE_THREAD));
-	allowed_to_one_thread("unshare of CLONE_SIGHAND", unshare(CLONE_SIGHAND));
+	allowed("unshare of CLONE_VM", unshare(CLONE_VM));
+	area_check(&area, generation);
+	allowed("unshare of CLONE_THREAD", unshare(CLONE_THREAD));
+	work();
+	for (int round = 0; round < 50; round++) allowed("unshare of CLONE_SIGHAND", (int)syscall(SYS_unshare, CLONE_SIGHAND));
+	work();
+	/* A process that has had threads: they are gone as soon as the kernel says so. */
+	pthread_t thread;
+	MUST(pthread_create(&thread, NULL, make_cold, NULL) == 0 && pthread_join(thread, NULL) == 0);
+	while (unshare(CLONE_VM) != 0) sleep_ms(1);
 	work();
 	pid_t child = fork();
 	if (child == 0) {
-		allowed_to_one_thread("setns into a user namespace", setns(namespace, CLONE_NEWUSER));
+		allowed("setns into a user namespace", setns(namespace, CLONE_NEWUSER));
 		work();
 		_exit(0);
 	}
 	must_succeed(child);
-	allowed_to_one_thread("unshare of CLONE_NEWUSER", unshare(CLONE_NEWUSER));
+	allowed("unshare of CLONE_NEWUSER", unshare(CLONE_NEWUSER));
 	work();
+	child = fork();
+	if (child == 0) {
+		work();
+		_exit(0);
+	}
+	must_succeed(child);
 	close(pipes[1]);
 	must_succeed(other);
+}
+
+static void *wait_for_the_end(void *pipe)
+{
+	char nothing;
+	MUST(read(*(int *)pipe, &nothing, 1) == 0);
+	return pipe;
+}
+
+static void threads(void)
+{
+	int pipes[2];
+	pthread_t thread;
+	MUST(pipe(pipes) == 0 && pthread_create(&thread, NULL, wait_for_the_end, &pipes[0]) == 0);
+	for (int round = 0; round < 20; round++) {
+		if (unshare(CLONE_NEWUSER) != -1 || errno != EINVAL) die("unshare of CLONE_NEWUSER with two threads: errno %d", errno);
+		area_check(&area, generation);
+	}
+	work();
+	close(pipes[1]);
+	MUST(pthread_join(thread, NULL) == 0);
+	work();
 }
 
 static void others(void)
@@ -117,9 +160,10 @@ int main(int argc, char **argv)
 {
 	area = area_new(working_set() / 2, 46, generation);
 	area_push_out(&area);
-	if (mode_is(argc, argv, "refused")) refused();
+	if (mode_is(argc, argv, "alone")) alone();
+	else if (mode_is(argc, argv, "threads")) threads();
 	else if (mode_is(argc, argv, "others")) others();
 	else if (mode_is(argc, argv, "sandbox")) sandbox();
-	else die("refused | others | sandbox");
+	else die("alone | threads | others | sandbox");
 	return passed();
 }
