@@ -25,7 +25,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 /// Marks a region as ours: `"CMPCRUN1"`.
 pub const MAGIC: u64 = 0x314e_5552_4350_4d43;
 /// Changes with the layout; a pager refuses a region of another version.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// How many processes of one tree can be paged at once; the ones beyond run with the cap of a lone process.
 pub const SLOTS: usize = 1024;
 /// Set by the kernel in a robust futex whose owner died.
@@ -204,6 +204,8 @@ pub enum Trouble {
     NotMeant = 9,
     /// /proc is not mounted or not readable.
     NoProc = 7,
+    /// The program has the runtime of a sanitizer, which does not bear a pager beside it.
+    Sanitizer = 10,
     /// An invariant of the pager's own did not hold, and the process was ended.
     Bug = 6,
 }

@@ -23,7 +23,7 @@ mod threads;
 use compcache_pager::fork;
 use compcache_pager::memory::SetupHeap;
 use compcache_pager::pager::Pager;
-use compcache_pager::shared::{self, Region};
+use compcache_pager::shared::{self, Region, Trouble};
 use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use core::ptr::null_mut;
 use core::sync::atomic::{AtomicPtr, Ordering::*};
@@ -66,6 +66,9 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
     // SAFETY: the loader passes the program's environment, a list that ends with a null pointer.
     let Some(path) = (unsafe { variable(environment, shared::ENV_REGION.as_bytes()) }) else { return };
     let Some(region) = map_region(path) else { return };
+    if libc::has_sanitizer() {
+        return region.note_trouble(Trouble::Sanitizer, 0);
+    }
     libc::real::look_up();
     // SAFETY: as above.
     let spill_to = unsafe { variable(environment, shared::ENV_SPILL.as_bytes()) };

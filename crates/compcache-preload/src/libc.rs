@@ -160,6 +160,37 @@ pub mod real {
     }
 }
 
+/// The address of a symbol that may be in none of the objects; then 0. The loader finds it when it loads this one.
+macro_rules! weak_symbol {
+    ($name:literal) => {{
+        let address: usize;
+        // SAFETY: reads a word of this object's own.
+        unsafe {
+            core::arch::asm!(
+                concat!(".weak ", $name),
+                concat!("mov {}, qword ptr [rip + ", $name, "@GOTPCREL]"),
+                out(reg) address,
+                options(nostack, pure, readonly, preserves_flags),
+            );
+        }
+        address
+    }};
+}
+
+/// Whether the program was built with a sanitizer that keeps a shadow of all memory: its runtime has such a symbol.
+///
+/// It takes most of the address space, and has its books of memory in places of its choice. It may not even be ready yet when this
+/// object's constructor runs; so nothing may be called that it stands in for, not even the loader's look-up of a symbol.
+pub fn has_sanitizer() -> bool {
+    let inits = [
+        weak_symbol!("__asan_init"),
+        weak_symbol!("__hwasan_init"),
+        weak_symbol!("__msan_init"),
+        weak_symbol!("__tsan_init"),
+    ];
+    inits.into_iter().any(|address| address != 0)
+}
+
 /// The symbol of this name in the objects after this one; looked up once.
 fn next(found: &AtomicPtr<c_void>, name: &CStr) -> *mut c_void {
     if found.load(Relaxed).is_null() {

@@ -14,7 +14,7 @@ use object::read::ReadCache;
 use rustix::fs::Access;
 use rustix::process::{getgid, getuid};
 
-use crate::run::elf::{Binary, classify};
+use crate::run::elf::{Binary, classify, sanitizer};
 use crate::run::failure::Failure;
 
 /// How deep scripts may name scripts as their interpreters: what the kernel allows.
@@ -79,10 +79,18 @@ fn check_depth(path: &Path, scripts_left: usize) -> Result<(), Failure> {
     // A program may be executable and not readable: then nothing can be known, and we try.
     let Ok(file) = File::open(path) else { return Ok(()) };
     let metadata = file.metadata();
-    match classify(&ReadCache::new(file)) {
+    let file = ReadCache::new(file);
+    match classify(&file) {
         Binary::Dynamic(loader) => {
             check_loader(path, &loader)?;
-            check_rights(path, metadata.as_ref().ok())
+            check_rights(path, metadata.as_ref().ok())?;
+            match sanitizer(&file) {
+                Some(flag) => refuse(&format!(
+                    "was built with {flag}: what that adds to the program keeps books of all its memory, and does not bear a \
+                     pager beside it.\n  Build it without, or run it in a memory cgroup with the kernel's zram as swap."
+                )),
+                None => Ok(()),
+            }
         }
         Binary::Static => refuse(
             "is statically linked: there is no loader that could put the pager into it.\n  \

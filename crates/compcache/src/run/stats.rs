@@ -176,7 +176,7 @@ fn quantile_ns(buckets: &[u64; LATENCY_BUCKETS], share: f64) -> u64 {
 
 /// What the header's trouble means.
 fn trouble(trouble: u32, errno: u32) -> Option<String> {
-    const ALL: [Trouble; 9] = [
+    const ALL: [Trouble; 10] = [
         Trouble::NoUserfaultfd,
         Trouble::NoMemory,
         Trouble::NoEvictionWay,
@@ -186,6 +186,7 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         Trouble::NoProc,
         Trouble::Devices,
         Trouble::NotMeant,
+        Trouble::Sanitizer,
     ];
     if trouble == 0 {
         return None;
@@ -208,6 +209,9 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
              get wrong bytes; Linux 6.8 and newer rule this out"
         }
         Some(Trouble::NoProc) => "a process ran unpaged: /proc is not mounted or not readable there",
+        Some(Trouble::Sanitizer) => {
+            "a process ran unpaged: it was built with a sanitizer (-fsanitize=address, thread or memory), whose runtime does not bear a pager beside it"
+        }
         Some(Trouble::LostPage) => "a process was ended: a stored page was damaged, and it was not to get wrong bytes",
         Some(Trouble::Bug) => "a process was ended: compcache has a bug, please report it",
         None => "a process had a trouble this version does not know",

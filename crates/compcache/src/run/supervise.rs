@@ -80,6 +80,10 @@ impl<'a> Run<'a> {
             Some(spill) => command.env(ENV_SPILL, &spill.dir),
             None => command.env_remove(ENV_SPILL),
         };
+        if std::env::var_os("ASAN_OPTIONS").is_none() {
+            // Should something that the program starts have been built so, its runtime would end it for an object that comes before.
+            command.env("ASAN_OPTIONS", "verify_asan_link_order=0");
+        }
         let child = command
             .arg0(&program[0])
             .args(&program[1..])

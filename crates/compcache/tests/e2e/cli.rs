@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
@@ -131,6 +132,49 @@ fn a_static_program_is_refused_with_a_remedy() {
         return;
     }
     is_refused(&["--ram", "64M", &program.display().to_string()], 126, &["static"]);
+}
+
+/// Builds a program that uses memory with a sanitizer; none where the compiler has not that one.
+fn sanitized(dir: &Path, sanitizer: &str) -> Option<PathBuf> {
+    let (source, program) = (dir.join("s.c"), dir.join(sanitizer));
+    let text = r#"
+        #include <stdio.h>
+        #include <stdlib.h>
+        #include <string.h>
+        int main(void) {
+            unsigned long sum = 0;
+            for (int i = 0; i < 64; i++) {
+                unsigned char *block = malloc(1 << 20);
+                memset(block, i, 1 << 20);
+                sum += block[i * 1000];
+                free(block);
+            }
+            printf("%lu\n", sum);
+            return 0;
+        }"#;
+    std::fs::write(&source, text).unwrap();
+    let flag = format!("-fsanitize={sanitizer}");
+    let built = Command::new("cc").arg(flag).arg("-o").arg(&program).arg(&source).output().expect("a C compiler");
+    built.status.success().then_some(program)
+}
+
+/// What it starts runs, unpaged, and the summary says so.
+#[test]
+fn a_program_with_a_sanitizer_is_refused_and_what_starts_one_is_not() {
+    let _shared = beside_others();
+    for sanitizer in ["address", "thread"] {
+        let dir = scratch();
+        let Some(program) = sanitized(dir.path(), sanitizer) else {
+            eprintln!("SKIP: this machine cannot build a program with -fsanitize={sanitizer}");
+            continue;
+        };
+        let path = program.display().to_string();
+        is_refused(&["--ram", "64M", &path], 126, &[&format!("-fsanitize={sanitizer}")]);
+        let output = run(&["--ram", "64M", "sh", "-c", &format!("{path}; exit 3")]);
+        let text = said(&output);
+        assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(3), &b"2016\n"[..]), "{text}");
+        assert!(text.contains("sanitizer"), "nobody is told: {text}");
+    }
 }
 
 #[test]
