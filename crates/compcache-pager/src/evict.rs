@@ -23,6 +23,7 @@ use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, REGIONS_MAX, STAGING_BYTES, State, Way, boxed_zeroed, clock_ns};
 use crate::process;
 use crate::regions::Ranges;
+use crate::retire;
 use crate::shared::{Region, Totals};
 use crate::staging::{GROUP, GROUPS_MAX};
 use crate::sys::{self, Errno};
@@ -155,6 +156,9 @@ impl Evictor {
                 Some(channel) => self.tick(pager, &channel),
                 None => {
                     fork::serve(pager);
+                    if pager.fork_turn.wants_to_retire() {
+                        retire::carry_out(pager, None, &mut self.worker);
+                    }
                     self.look(pager).map_or(NAP_MAX_NS, |_| NAP_MAX_NS)
                 }
             };
@@ -212,6 +216,9 @@ impl Evictor {
     fn tick(&mut self, pager: &'static Pager, channel: &Channel) -> u64 {
         loop {
             fork::serve(pager);
+            if pager.fork_turn.wants_to_retire() {
+                retire::carry_out(pager, Some(channel), &mut self.worker);
+            }
             let Some(look) = self.look(pager) else { return NAP_MAX_NS };
             if let Some(spill) =
                 pager.spill.as_ref().filter(|_| pager.armed.load(Acquire) && !pager.frozen.load(Acquire))

@@ -56,6 +56,8 @@ const KEEP: u32 = 4;
 // The pager's threads are to end, and will.
 const END: u32 = 6;
 const ENDED: u32 = 7;
+// As END, for good.
+const RETIRE: u32 = 8;
 
 impl Default for ForkTurn {
     fn default() -> Self {
@@ -77,6 +79,11 @@ impl ForkTurn {
     /// Whether somebody waits for all that is under way to come to its end.
     pub(crate) fn wants_to_freeze(&self) -> bool {
         self.stage.load(Acquire) == FREEZE
+    }
+
+    /// Whether the pager is to leave the process: [`crate::retire`].
+    pub(crate) fn wants_to_retire(&self) -> bool {
+        self.stage.load(Acquire) == RETIRE
     }
 
     /// Keeps everybody from forking, if nobody does already. For the evictor before it starts to page: whoever has the
@@ -120,6 +127,12 @@ pub fn prepare(pager: &Pager) -> bool {
         return false;
     }
     pager.fork_turn.turn.hold();
+    if !pager.has_threads().load(Acquire) {
+        // The pager has left meanwhile.
+        // SAFETY: held just above.
+        unsafe { pager.fork_turn.turn.free_held() };
+        return false;
+    }
     pager.fork_turn.is_prepared.store(true, Release);
     if !pager.armed.load(Acquire) {
         // No fault of ours can happen: nothing is registered, and nothing will be while the lock is held.
@@ -181,19 +194,36 @@ pub(crate) fn ask_to_keep(pager: &Pager) {
 
 /// Has the pager's threads end: [`crate::relay`]. False when they cannot. Only between [`prepare`] and [`parent`].
 pub(crate) fn ask_to_end(pager: &Pager, is_armed: bool) -> bool {
+    let answer = ask_for_the_end(pager, END);
+    // As it was before: for the one that thaws.
+    pager.fork_turn.stage.store(if is_armed { FROZEN } else { IDLE }, Release);
+    answer == ENDED
+}
+
+/// Has the pager's threads bring everything back and end. Only within [`while_nobody_forks`].
+pub(crate) fn ask_to_retire(pager: &Pager) {
+    ask(pager, IDLE);
+    ask_for_the_end(pager, RETIRE);
+    pager.fork_turn.stage.store(IDLE, Release);
+}
+
+/// It is done, and the evictor, which says so, is about to end.
+pub(crate) fn retired(pager: &Pager) {
+    pager.fork_turn.stage.store(ENDED, Release);
+    lock::wake(&pager.fork_turn.stage);
+}
+
+/// Asks, and rings until there is an answer.
+fn ask_for_the_end(pager: &Pager, how: u32) -> u32 {
     let stage = &pager.fork_turn.stage;
-    stage.store(END, Release);
+    stage.store(how, Release);
     loop {
         match stage.load(Acquire) {
-            END => {
+            asked if asked == how => {
                 pager.ring();
-                lock::wait(stage, END, Some(10_000_000));
+                lock::wait(stage, how, Some(10_000_000));
             }
-            ended => {
-                // As it was before: for the one that thaws.
-                stage.store(if is_armed { FROZEN } else { IDLE }, Release);
-                return ended == ENDED;
-            }
+            answer => return answer,
         }
     }
 }
@@ -256,7 +286,7 @@ fn freeze(pager: &Pager) {
 }
 
 /// Moves every staged page back to where it came from. False when an event is in the way: it must be read first.
-fn unstage_all(pager: &Pager, state: &mut State) -> bool {
+pub(crate) fn unstage_all(pager: &Pager, state: &mut State) -> bool {
     let Some(channel) = *pager.channel.lock() else { return true };
     while let Some(group) = state.staging.staged.pop() {
         let held = state.staging.groups[group];

@@ -14,6 +14,8 @@
 //! | `fault`    | the handler: faults and events                                            |
 //! | `events`   | munmap, mremap, madvise, applied to what is kept                          |
 //! | `fork`     | copies of the process                                                     |
+//! | `retire`   | the pager leaves a process                                                |
+//! | `filter`   | whether a filter on system calls lets the pager go on                     |
 //! | `relay`    | a moment without the pager's threads                                      |
 //! | `spill`    | a file for what is too much even compressed                               |
 //! | `share`    | how much of the memory the pool has then                                  |
@@ -46,6 +48,7 @@ mod events;
 mod evict;
 #[allow(unsafe_code, reason = "names the memory the kernel copies from")]
 mod fault;
+pub mod filter;
 #[allow(unsafe_code, reason = "frees locks of threads that a copy does not have")]
 pub mod fork;
 mod hand;
@@ -65,6 +68,8 @@ mod regions;
 pub mod relay;
 #[allow(unsafe_code, reason = "moves mappings")]
 mod remap;
+#[allow(unsafe_code, reason = "names the memory the kernel copies from")]
+pub mod retire;
 #[allow(unsafe_code, reason = "the kernel writes results into its buffers")]
 mod scan;
 mod share;

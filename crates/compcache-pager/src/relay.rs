@@ -159,7 +159,7 @@ fn sockets() -> Option<[OwnedFd; 2]> {
 }
 
 /// Waits until none of the threads is known to the kernel.
-fn wait_for_the_end(pager: &Pager) {
+pub(crate) fn wait_for_the_end(pager: &Pager) {
     for thread in &pager.relay.threads {
         let number = thread.swap(0, AcqRel);
         while number != 0 && sys::is_own_thread(number) {

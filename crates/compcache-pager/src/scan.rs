@@ -6,7 +6,7 @@ use core::ops::Range;
 use linux_raw_sys::general as uapi;
 use rustix::fd::{AsRawFd, BorrowedFd};
 
-const PAGEMAP_SCAN: u32 = 0xc060_6610; // _IOWR('f', 16, struct pm_scan_arg)
+pub(crate) const PAGEMAP_SCAN: u32 = 0xc060_6610; // _IOWR('f', 16, struct pm_scan_arg)
 const RUNS: usize = 128;
 const WORDS: usize = 512;
 

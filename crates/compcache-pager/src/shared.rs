@@ -206,6 +206,8 @@ pub enum Trouble {
     NoProc = 7,
     /// The program has the runtime of a sanitizer, which does not bear a pager beside it.
     Sanitizer = 10,
+    /// A filter on the system calls of all threads does not let the pager do its work.
+    Filter = 11,
     /// An invariant of the pager's own did not hold, and the process was ended.
     Bug = 6,
 }

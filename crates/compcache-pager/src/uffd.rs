@@ -8,8 +8,8 @@ use linux_raw_sys::general as uapi;
 use linux_raw_sys::ioctl as codes;
 
 const UFFDIO_API: u32 = codes::UFFDIO_API;
-const UFFDIO_MOVE: u32 = 0xc028_aa05; // _IOWR(0xaa, 5, struct uffdio_move), not in linux-raw-sys
-const UFFDIO_POISON: u32 = 0xc020_aa08;
+pub(crate) const UFFDIO_MOVE: u32 = 0xc028_aa05; // _IOWR(0xaa, 5, struct uffdio_move), not in linux-raw-sys
+pub(crate) const UFFDIO_POISON: u32 = 0xc020_aa08;
 const USERFAULTFD_IOC_NEW: u32 = 0xaa00; // _IO(0xaa, 0)
 const O_NONBLOCK: u32 = 0o4000;
 const O_CLOEXEC: u32 = 0o2_000_000;

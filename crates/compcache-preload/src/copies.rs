@@ -1,6 +1,7 @@
 //! Copies of the process that the C library makes without calling fork handlers: `clone` without CLONE_VM, `_Fork`, and the bare
 //! system calls by `syscall`. Sandboxes make theirs so (bubblewrap, systemd-nspawn, Chromium), for the flags that fork has not.
 
+use crate::filters::{self, SYS_SECCOMP};
 use crate::libc::{self, Start};
 use crate::namespaces::{self, SYS_SETNS, SYS_UNSHARE};
 use compcache_pager::fork::Copying;
@@ -142,6 +143,8 @@ pub unsafe extern "C" fn syscall() -> c_long {
         "je 3f",
         "cmp rdi, {setns}",
         "je 3f",
+        "cmp rdi, {seccomp}",
+        "je 3f",
         "2:", // Any other call.
         "mov rax, rdi",
         "mov rdi, rsi",
@@ -189,6 +192,7 @@ pub unsafe extern "C" fn syscall() -> c_long {
         clone3 = const SYS_CLONE3,
         unshare = const SYS_UNSHARE,
         setns = const SYS_SETNS,
+        seccomp = const SYS_SECCOMP,
         not_special = const NOT_SPECIAL,
         special_call = sym special_call,
         set_errno = sym set_errno,
@@ -203,6 +207,10 @@ extern "C" fn special_call(number: c_long, arguments: &[usize; 6]) -> isize {
     let Some(pager) = crate::pager() else { return NOT_SPECIAL };
     let made = match number as usize {
         SYS_UNSHARE => namespaces::unshare_alone(pager, arguments[0]),
+        SYS_SECCOMP => {
+            filters::before_seccomp(pager, arguments);
+            None
+        }
         SYS_SETNS => namespaces::setns_alone(pager, arguments[0], arguments[1]),
         number => copies(number, arguments).map(|(flags, child_thread)| {
             around(pager, |copying| {

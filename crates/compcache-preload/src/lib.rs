@@ -14,6 +14,7 @@ extern crate alloc;
 
 mod copies;
 mod devices;
+mod filters;
 mod guards;
 mod libc;
 mod namespaces;

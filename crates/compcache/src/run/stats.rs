@@ -176,7 +176,7 @@ fn quantile_ns(buckets: &[u64; LATENCY_BUCKETS], share: f64) -> u64 {
 
 /// What the header's trouble means.
 fn trouble(trouble: u32, errno: u32) -> Option<String> {
-    const ALL: [Trouble; 10] = [
+    const ALL: [Trouble; 11] = [
         Trouble::NoUserfaultfd,
         Trouble::NoMemory,
         Trouble::NoEvictionWay,
@@ -187,6 +187,7 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         Trouble::Devices,
         Trouble::NotMeant,
         Trouble::Sanitizer,
+        Trouble::Filter,
     ];
     if trouble == 0 {
         return None;
@@ -211,6 +212,9 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         Some(Trouble::NoProc) => "a process ran unpaged: /proc is not mounted or not readable there",
         Some(Trouble::Sanitizer) => {
             "a process ran unpaged: it was built with a sanitizer (-fsanitize=address, thread or memory), whose runtime does not bear a pager beside it"
+        }
+        Some(Trouble::Filter) => {
+            "a process went on unpaged: it set a filter on the system calls of all its threads (seccomp) that forbids what paging takes"
         }
         Some(Trouble::LostPage) => "a process was ended: a stored page was damaged, and it was not to get wrong bytes",
         Some(Trouble::Bug) => "a process was ended: compcache has a bug, please report it",

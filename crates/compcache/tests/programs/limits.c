@@ -8,6 +8,7 @@
  *   processes RLIMIT_NPROC of zero
  *   seccomp   a filter on the calling thread alone, which refuses what a pager needs
  *   tsync     a filter on all threads that refuses nothing that matters
+ *   tsync_forbids  the same, and it refuses what a pager needs
  *   strict    seccomp's strict mode on one thread: read, write, exit
  */
 #include "trap.h"
@@ -77,6 +78,22 @@ static void *strictly(void *argument)
 	return NULL;
 }
 
+static bool is_over;
+
+/* Walks over memory, and changes the map, until the filter is there. */
+static void *walk_and_map(void *unused)
+{
+	while (!__atomic_load_n(&is_over, __ATOMIC_ACQUIRE)) {
+		unsigned char *at = map_private(MIB);
+		memset(at, 1, MIB);
+		filler_walk();
+		for (size_t byte = 0; byte < MIB; byte++)
+			if (at[byte] != 1) die("WRONG BYTES: %d at %zu", at[byte], byte);
+		MUST(munmap(at, MIB) == 0);
+	}
+	return unused;
+}
+
 int main(int argc, char **argv)
 {
 	filler_walk();
@@ -119,6 +136,26 @@ int main(int argc, char **argv)
 		static const int calls[] = {SYS_reboot, SYS_swapon, SYS_mount, SYS_ptrace};
 		refuse(calls, sizeof(calls) / sizeof(calls[0]), SECCOMP_FILTER_FLAG_TSYNC);
 		work();
+	} else if (mode_is(argc, argv, "tsync_forbids")) {
+		/* What a pager needs: it must leave, and all memory come back. Others use theirs meanwhile. */
+		static const int calls[] = {SYS_ioctl, SYS_madvise, SYS_ppoll, SYS_open};
+		pthread_t threads[2];
+		for (size_t i = 0; i < 2; i++) MUST(pthread_create(&threads[i], NULL, walk_and_map, NULL) == 0);
+		sleep_ms(50);
+		refuse(calls, sizeof(calls) / sizeof(calls[0]), SECCOMP_FILTER_FLAG_TSYNC);
+		__atomic_store_n(&is_over, true, __ATOMIC_RELEASE);
+		area_check(&area, 1);
+		for (size_t i = 0; i < 2; i++) MUST(pthread_join(threads[i], NULL) == 0);
+		area_check(&area, 1);
+		area_fill(&area, 2);
+		filler_walk();
+		area_check(&area, 2);
+		pid_t child = fork();
+		if (child == 0) {
+			area_check(&area, 2);
+			_exit(0);
+		}
+		must_succeed(child);
 	} else if (mode_is(argc, argv, "strict")) {
 		int pair[2];
 		pthread_t thread;
@@ -127,7 +164,7 @@ int main(int argc, char **argv)
 		MUST(read(pair[0], &verdict, 1) == 1 && verdict == 'r');
 		work();
 	} else {
-		die("as | data | files | memlock | processes | seccomp | tsync | strict");
+		die("as | data | files | memlock | processes | seccomp | tsync | tsync_forbids | strict");
 	}
 	return passed();
 }
