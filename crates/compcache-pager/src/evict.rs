@@ -39,6 +39,8 @@ const NAP_MIN_NS: u64 = 1_000_000;
 const NAP_IDLE_NS: u64 = 20_000_000;
 /// A process that has used less than an eighth of a processor for so long is taken for idle.
 const IDLE_AFTER_NS: u64 = 1_000_000_000;
+/// A program that rests uses less than so small a share of a processor.
+const REST_SHARE: u64 = 256;
 const NAP_MAX_NS: u64 = 100_000_000;
 /// How fast a process can grow without faults of ours: what a processor can touch in a second.
 const GROWTH_BYTES_PER_S: u64 = 2 << 30;
@@ -70,6 +72,8 @@ pub struct Evictor {
     threads_noted_ns: u64,
     cpu_ns: u64,
     busy_at_ns: u64,
+    /// No other thread of the process has done anything between the last two looks.
+    rests: bool,
     /// Times in a row that the map was still changing when it had been read: a mapping may be registered in part.
     unfinished: u32,
     /// The map was read just now, and nothing was in it that is not registered.
@@ -114,6 +118,7 @@ impl Evictor {
             threads_noted_ns: 0,
             cpu_ns: 0,
             busy_at_ns: clock_ns(),
+            rests: false,
             unfinished: 0,
             has_all: false,
             recover: false,
@@ -136,6 +141,10 @@ impl Evictor {
         sys::ask_for_short_slices(200_000);
         self.clear = Clear::new();
         let goes_on = pager.relay.is_under_way();
+        if goes_on {
+            // Before others are started: the thread that started this one may have more than the first one had.
+            sys::drop_capabilities();
+        }
         if !self.recover && !goes_on {
             let seen = pager.bell.load(Acquire);
             lock::wait(&pager.bell, seen, Some(FIRST_NAP_NS));
@@ -159,7 +168,9 @@ impl Evictor {
                     if pager.fork_turn.wants_to_retire() {
                         retire::carry_out(pager, None, &mut self.worker);
                     }
-                    self.look(pager).map_or(NAP_MAX_NS, |_| NAP_MAX_NS)
+                    self.look(pager);
+                    self.end_with_program(pager);
+                    NAP_MAX_NS
                 }
             };
             pager.evictor_sleeps.store(true, Release);
@@ -179,13 +190,13 @@ impl Evictor {
 
     /// After another evictor, with its descriptors: starts what else there was.
     fn go_on(&mut self, pager: &'static Pager) -> Option<Channel> {
-        // This is no other process.
-        pager.region.header.processes_total.fetch_sub(1, Relaxed);
-        let statm = process::open(c"/proc/thread-self/statm");
-        if let (Some(files), Some(statm)) = (&mut self.files, statm) {
-            // The old one told of a thread that is no more.
-            files.statm = process::out_of_the_way(statm);
+        if pager.slot().is_some() {
+            // This is no other process.
+            pager.region.header.processes_total.fetch_sub(1, Relaxed);
         }
+        // The old ones told of a thread that is no more.
+        self.files = None;
+        self.open_files(pager);
         let has_all = (!pager.armed.load(Acquire) || pager.start_handler().is_ok())
             && pager.spill.as_ref().is_none_or(|spill| spill.go_on(pager));
         if !has_all {
@@ -196,13 +207,9 @@ impl Evictor {
     }
 
     fn open(&mut self, pager: &Pager) -> Option<Channel> {
-        let (maps, statm) = (process::open(c"/proc/thread-self/maps"), process::open(c"/proc/thread-self/statm"));
-        let (Some(maps), Some(statm)) = (maps, statm) else {
-            pager.region.note_trouble(crate::shared::Trouble::NoProc, 0);
+        if !self.open_files(pager) {
             return None;
-        };
-        let (maps, statm) = (process::out_of_the_way(maps), process::out_of_the_way(statm));
-        self.files = Some(Files { maps, statm });
+        }
         match pager.open_channel() {
             Ok(channel) => Some(channel),
             Err((trouble, errno)) => {
@@ -210,6 +217,17 @@ impl Evictor {
                 None
             }
         }
+    }
+
+    fn open_files(&mut self, pager: &Pager) -> bool {
+        let (maps, statm) = (process::open(c"/proc/thread-self/maps"), process::open(c"/proc/thread-self/statm"));
+        let (Some(maps), Some(statm)) = (maps, statm) else {
+            pager.region.note_trouble(crate::shared::Trouble::NoProc, 0);
+            return false;
+        };
+        let (maps, statm) = (process::out_of_the_way(maps), process::out_of_the_way(statm));
+        self.files = Some(Files { maps, statm });
+        true
     }
 
     /// Looks, and evicts what is too much; returns how long to sleep.
@@ -220,6 +238,7 @@ impl Evictor {
                 retire::carry_out(pager, Some(channel), &mut self.worker);
             }
             let Some(look) = self.look(pager) else { return NAP_MAX_NS };
+            self.end_with_program(pager);
             if let Some(spill) =
                 pager.spill.as_ref().filter(|_| pager.armed.load(Acquire) && !pager.frozen.load(Acquire))
             {
@@ -259,6 +278,15 @@ impl Evictor {
         }
     }
 
+    /// Ends the process when the program has no thread left: its last one may have ended by itself alone, past libc.
+    fn end_with_program(&self, pager: &Pager) {
+        if self.rests
+            && let Some(status) = process::ended_with(pager.own_threads())
+        {
+            sys::end_process(status);
+        }
+    }
+
     /// One step of the pool's compaction: what the program has taken back or dropped leaves spans half empty. Never while
     /// the process may be copied: an object on its way would be in two places, or in none. Whether there is no more to do.
     fn compact(&mut self, pager: &Pager) -> bool {
@@ -279,6 +307,7 @@ impl Evictor {
         let anonymous = process::anonymous_pages(self.files.as_ref()?.statm.as_fd())?;
         let cpu_ns = process::cpu_time_of_others_ns();
         let now_ns = clock_ns();
+        self.rests = cpu_ns.saturating_sub(self.cpu_ns) * REST_SHARE < now_ns - self.looked_at_ns;
         if cpu_ns.saturating_sub(self.cpu_ns) * 8 > now_ns - self.looked_at_ns {
             self.busy_at_ns = now_ns;
         }

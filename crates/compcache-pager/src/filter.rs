@@ -21,6 +21,7 @@ pub const INSTRUCTIONS_MAX: usize = 4096;
 type Data = [u32; 16];
 
 const AUDIT_ARCH_X86_64: u32 = 0xc000_003e;
+const RET_ERRNO: u32 = 0x0005_0000;
 const RET_LOG: u32 = 0x7ffc_0000;
 const RET_ALLOW: u32 = 0x7fff_0000;
 const RET_ACTION: u32 = 0xffff_0000;
@@ -71,16 +72,37 @@ const CALLS: &[(u32, &[(usize, u32)])] = &[
     ),
 ];
 
+/// What they call when they start, in a copy of the process above all, or now and then, and bear to be refused.
+const CALLS_REFUSABLE: &[u32] = &[
+    uapi::__NR_userfaultfd,
+    uapi::__NR_close_range,
+    uapi::__NR_capset,
+    uapi::__NR_set_robust_list,
+    uapi::__NR_sched_setattr,
+    uapi::__NR_sched_getaffinity,
+    uapi::__NR_sched_yield,
+    uapi::__NR_rt_sigprocmask,
+    uapi::__NR_getpid,
+    uapi::__NR_mprotect,
+    uapi::__NR_munlock,
+    uapi::__NR_fallocate,
+    uapi::__NR_memfd_create,
+    uapi::__NR_ftruncate,
+    uapi::__NR_process_vm_writev,
+];
+
 /// Whether a filter lets the pager's threads go on.
 pub fn lets_pager_go_on(program: &[Instruction]) -> bool {
-    CALLS.iter().all(|(number, arguments)| {
+    let action_of = |number: u32, arguments: &[(usize, u32)]| {
         let mut data = [0; 16];
-        (data[0], data[1]) = (*number, AUDIT_ARCH_X86_64);
-        for (place, value) in *arguments {
+        (data[0], data[1]) = (number, AUDIT_ARCH_X86_64);
+        for (place, value) in arguments {
             data[4 + 2 * place] = *value;
         }
-        matches!(run(program, &data).map(|result| result & RET_ACTION), Some(RET_ALLOW | RET_LOG))
-    })
+        run(program, &data).map(|result| result & RET_ACTION)
+    };
+    CALLS.iter().all(|(number, arguments)| matches!(action_of(*number, arguments), Some(RET_ALLOW | RET_LOG)))
+        && CALLS_REFUSABLE.iter().all(|number| matches!(action_of(*number, &[]), Some(RET_ALLOW | RET_LOG | RET_ERRNO)))
 }
 
 /// Runs a program as the kernel would; `None` when the kernel would not take it.
@@ -187,6 +209,17 @@ mod tests {
                 let program =
                     of(&[(LOAD, 0, 0, 0), (EQUALS, 0, 1, *number), (RETURN, 0, 0, action), (RETURN, 0, 0, RET_ALLOW)]);
                 assert!(!lets_pager_go_on(&program), "call {number} with {action:#x}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_filter_may_refuse_what_can_be_done_without_but_not_kill_for_it() {
+        for number in CALLS_REFUSABLE {
+            for (action, goes_on) in [(REFUSE, true), (KILL, false), (0x0003_0000, false)] {
+                let program =
+                    of(&[(LOAD, 0, 0, 0), (EQUALS, 0, 1, *number), (RETURN, 0, 0, action), (RETURN, 0, 0, RET_ALLOW)]);
+                assert_eq!(lets_pager_go_on(&program), goes_on, "call {number} with {action:#x}");
             }
         }
     }

@@ -29,7 +29,7 @@ use crate::uffd::{Message, Uffd};
 use crate::{compress, copies, cpus, events, process, relay, sys};
 use compcache_store::{Page, PageIndex, Worker};
 use core::ops::Range;
-use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::*};
 use rustix::fs::{Mode, OFlags};
 
 const WAITING: u32 = 0;
@@ -38,6 +38,8 @@ const RECOVERED: u32 = 1;
 /// One fork at a time.
 pub struct ForkTurn {
     turn: Mutex<()>,
+    /// The mask of signals before [`prepare`], which blocks all: a handler might fork.
+    signals: AtomicU64,
     /// [`prepare`] has been, and neither [`parent`] nor [`child`].
     is_prepared: AtomicBool,
     stage: AtomicU32,
@@ -70,10 +72,16 @@ impl ForkTurn {
     pub const fn new() -> Self {
         ForkTurn {
             turn: Mutex::new(()),
+            signals: AtomicU64::new(0),
             is_prepared: AtomicBool::new(false),
             stage: AtomicU32::new(IDLE),
             recovered: AtomicU32::new(WAITING),
         }
+    }
+
+    /// Whether the calling thread's [`prepare`] has done something.
+    pub(crate) fn is_prepared(&self) -> bool {
+        self.is_prepared.load(Acquire)
     }
 
     /// Whether somebody waits for all that is under way to come to its end.
@@ -126,13 +134,17 @@ pub fn prepare(pager: &Pager) -> bool {
         pager.fork_turn.is_prepared.store(false, Release);
         return false;
     }
+    let signals = sys::block_signals();
     pager.fork_turn.turn.hold();
     if !pager.has_threads().load(Acquire) {
         // The pager has left meanwhile.
+        pager.fork_turn.is_prepared.store(false, Release);
         // SAFETY: held just above.
         unsafe { pager.fork_turn.turn.free_held() };
+        sys::restore_signals(signals);
         return false;
     }
+    pager.fork_turn.signals.store(signals, Release);
     pager.fork_turn.is_prepared.store(true, Release);
     if !pager.armed.load(Acquire) {
         // No fault of ours can happen: nothing is registered, and nothing will be while the lock is held.
@@ -342,8 +354,10 @@ pub fn parent(pager: &Pager) {
         // SAFETY: held by `prepare`, in this thread.
         unsafe { pager.state.free_held() };
     }
+    let signals = pager.fork_turn.signals.load(Acquire);
     // SAFETY: held by `prepare`, in this thread.
     unsafe { pager.fork_turn.turn.free_held() };
+    sys::restore_signals(signals);
 }
 
 fn apply_log(pager: &Pager, state: &mut State) {
@@ -361,6 +375,14 @@ pub unsafe fn child(pager: &'static Pager) {
     if !pager.fork_turn.is_prepared.swap(false, AcqRel) {
         return;
     }
+    // SAFETY: says the caller.
+    unsafe { begin_again(pager) };
+    sys::restore_signals(pager.fork_turn.signals.load(Acquire));
+}
+
+/// # Safety
+/// As [`child`].
+unsafe fn begin_again(pager: &'static Pager) {
     // SAFETY: no other thread exists here; `prepare` saw to it that what the locks protect is whole.
     unsafe {
         pager.state.free_after_fork();
@@ -376,6 +398,7 @@ pub unsafe fn child(pager: &'static Pager) {
     pager.remapping.locked.store(false, Release);
     pager.fork_turn.stage.store(IDLE, Release);
     pager.forget_own_threads();
+    pager.relay.forget_threads();
     pager.slot.store(0, Release);
     let was_armed = pager.armed.swap(false, AcqRel);
     // SAFETY: the parent's threads, whose structures these were, do not exist here.
@@ -427,15 +450,19 @@ pub unsafe fn child(pager: &'static Pager) {
 /// A copy that is being made where no fork handler is called. No signal comes meanwhile: its handler might fork.
 pub struct Copying {
     pager: &'static Pager,
-    signals: u64,
 }
 
 impl Copying {
     /// Before the copy, in the thread that makes it.
     pub fn begin(pager: &'static Pager) -> Copying {
-        let signals = sys::block_signals();
         prepare(pager);
-        Copying { pager, signals }
+        sys::touch_stack();
+        Copying { pager }
+    }
+
+    /// Whether the calling thread, of the child, is the only one but for the pager's.
+    pub fn is_alone(&self) -> bool {
+        relay::is_only_thread(self.pager)
     }
 
     /// Brings what the child needs before it is paged: the words below `address`, as far as a few calls go, if it is a stack's end.
@@ -451,7 +478,6 @@ impl Copying {
     /// After the copy, or when there is none, in the parent.
     pub fn end_in_parent(&self) {
         parent(self.pager);
-        sys::restore_signals(self.signals);
     }
 
     /// In the child.
@@ -461,7 +487,6 @@ impl Copying {
     pub unsafe fn end_in_child(&self) {
         // SAFETY: says the caller.
         unsafe { child(self.pager) };
-        sys::restore_signals(self.signals);
     }
 }
 

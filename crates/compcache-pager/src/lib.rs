@@ -88,4 +88,4 @@ mod uffd;
 
 pub use process::abort;
 pub use remap::Kernel as RemapKernel;
-pub use sys::{Errno, call6 as system_call, read_own_memory};
+pub use sys::{Errno, call6 as system_call, end_process, end_thread, read_own_memory};

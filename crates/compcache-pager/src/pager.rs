@@ -281,10 +281,13 @@ pub struct Pager {
     pub(crate) relay: Relay,
     /// Pages are kept whose unmapping would not be announced yet.
     pub(crate) kept_unregistered: AtomicBool,
+    /// The process that it is in, by the number it has there.
+    process: AtomicU32,
     /// A word that is zero in a copy of the process until the copy has threads of ours.
     has_threads: *const AtomicBool,
     /// So many there are.
     own_threads: AtomicU64,
+    is_filtered: AtomicBool,
     pub(crate) staging_start: usize,
     pub(crate) morgue_start: usize,
     unreadable: usize,
@@ -314,6 +317,10 @@ pub unsafe fn boxed_zeroed<T>() -> Box<T> {
 pub fn clock_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+fn own_process() -> u32 {
+    rustix::process::getpid().as_raw_nonzero().get() as u32
 }
 
 impl Pager {
@@ -392,6 +399,8 @@ impl Pager {
             relay: Relay::new(),
             kept_unregistered: AtomicBool::new(false),
             own_threads: AtomicU64::new(0),
+            is_filtered: AtomicBool::new(false),
+            process: AtomicU32::new(own_process()),
             has_threads: memory::map(PAGE).map_err(no_memory)?.cast_const().cast(),
             staging_start: memory::map(STAGING_BYTES).map_err(no_memory)? as usize,
             unreadable: memory::reserve(PAGE).map_err(no_memory)? as usize,
@@ -439,13 +448,34 @@ impl Pager {
         Ok(())
     }
 
+    /// Whether the calling thread is in the process that the pager is in: not in a child that has its parent's memory (vfork).
+    pub fn is_here(&self) -> bool {
+        self.process.load(Acquire) == own_process()
+    }
+
+    /// Whether what does not fit goes to files.
+    pub fn spills(&self) -> bool {
+        self.spill.is_some()
+    }
+
+    /// Notes that a filter on system calls would not let new threads do the pager's work.
+    pub fn note_filter(&self) {
+        self.is_filtered.store(true, Release);
+    }
+
+    /// Whether new threads could not do the pager's work, as far as is known.
+    pub fn is_filtered(&self) -> bool {
+        self.is_filtered.load(Acquire)
+    }
+
     /// How many threads of this process are the pager's.
     pub fn own_threads(&self) -> u64 {
-        self.own_threads.load(Acquire)
+        if self.has_threads().load(Acquire) { self.own_threads.load(Acquire) } else { 0 }
     }
 
     /// It has none: it is a copy of one that had.
     pub(crate) fn forget_own_threads(&self) {
+        self.process.store(own_process(), Release);
         self.own_threads.store(0, Release);
     }
 
@@ -461,6 +491,7 @@ impl Pager {
         self.handler_cpu.store(cpus::NONE, Release);
         self.settle.store(cpus::SETTLED, Release);
         self.evictor_sleeps.store(false, Release);
+        self.slot.store(0, Release);
         self.start()
     }
 
@@ -483,6 +514,23 @@ impl Pager {
     pub fn start_spill_thread(&'static self, which: usize) -> Result<(), Trouble> {
         let entry = if which == spill::FETCHERS { spill::spiller_entry } else { spill::fetcher_entry };
         self.start_thread_on(2 + which, self.spill_stacks.wrapping_add(which * STACK_BYTES), Files::Shared, entry)
+    }
+
+    /// Whether the process is given new threads now.
+    pub(crate) fn can_start_threads(&self) -> bool {
+        let Ok(stack) = memory::map(STACK_BYTES) else { return false };
+        // SAFETY: a stack of its own, which stays until the thread has ended; it is passed nothing.
+        let started = unsafe {
+            sys::start_thread(stack.add(STACK_BYTES), stack, Files::Shared, ends_at_once, core::ptr::null_mut())
+        };
+        while let Ok(thread) = started
+            && sys::is_own_thread(thread)
+        {
+            lock::pause();
+        }
+        // SAFETY: mapped above; nobody uses it any more.
+        let _ = unsafe { rustix::mm::munmap(stack.cast(), STACK_BYTES) };
+        started.is_ok()
     }
 
     fn start_thread_on(
@@ -717,6 +765,10 @@ impl State {
     pub fn estimate_pages(&self) -> u64 {
         self.resident_pages + self.grown_pages
     }
+}
+
+extern "C" fn ends_at_once(_: *mut c_void) -> ! {
+    sys::end_thread()
 }
 
 extern "C" fn evictor_entry(pager: *mut c_void) -> ! {

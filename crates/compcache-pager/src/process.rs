@@ -57,6 +57,22 @@ pub fn for_each_thread(mut each: impl FnMut(u32)) {
     }
 }
 
+/// The exit status of the main thread, if every thread of this process has ended but `ours`. That the main thread has ended alone says
+/// little: others go on then.
+pub fn ended_with(ours: u64) -> Option<i32> {
+    let mut text = [0u8; 1024];
+    let read = open(c"/proc/self/stat").and_then(|stat| rustix::io::pread(stat, &mut text, 0).ok())?;
+    // The state follows the name, which is in brackets and may hold any; the status is last, as wait(2) has it.
+    let name_end = text[..read].iter().rposition(|&byte| byte == b')')?;
+    if text.get(name_end + 2) != Some(&b'Z') {
+        return None;
+    }
+    let status = text[name_end..read].rsplit(|&byte| byte == b' ').next().and_then(number)?;
+    let mut threads = 0;
+    for_each_thread(|_| threads += 1);
+    (threads == ours + 1).then_some((status >> 8) as i32 & 0xff)
+}
+
 /// The file that tells where a thread of this process runs, among other things.
 pub fn thread_path(thread: u32, buffer: &mut [u8; 64]) -> Option<&core::ffi::CStr> {
     text(buffer, format_args!("/proc/self/task/{thread}/stat\0"))

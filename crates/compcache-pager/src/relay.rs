@@ -67,6 +67,11 @@ impl Relay {
         }
     }
 
+    /// None has been: this is a copy of the process in which they were.
+    pub fn forget_threads(&self) {
+        self.threads.iter().for_each(|thread| thread.store(0, Release));
+    }
+
     /// Notes a thread that has been started.
     pub fn note_thread(&self, place: usize, thread: u32) {
         self.threads[place].store(thread, Release);
@@ -97,17 +102,20 @@ impl Relay {
 /// Runs `call` in a thread of the program's, without a thread of the pager's if that is possible. No signal comes meanwhile. The process
 /// must still be allowed threads afterwards.
 pub fn while_alone<T>(pager: &'static Pager, call: impl FnOnce() -> T) -> T {
-    if !pager.has_threads().load(Acquire) || !are_descriptors_allowed() {
+    if !pager.is_here() || pager.is_filtered() || !are_descriptors_allowed() {
         return call();
     }
-    let signals = sys::block_signals();
     let is_armed = fork::prepare(pager);
+    if !pager.fork_turn.is_prepared() {
+        return call();
+    }
     if !is_armed {
         // The evictor must come to where it looks what is asked of it. That it pages nothing follows from the turn.
         // SAFETY: held by `prepare`, in this thread.
         unsafe { pager.state.free_held() };
     }
     let sockets = if is_only_thread(pager) && may_have_threads() { sockets() } else { None };
+    let sockets = sockets.filter(|_| pager.can_start_threads());
     let ended = sockets.filter(|[from, to]| {
         pager.relay.from.store(from.as_raw_fd(), Release);
         pager.relay.to.store(to.as_raw_fd(), Release);
@@ -129,7 +137,6 @@ pub fn while_alone<T>(pager: &'static Pager, call: impl FnOnce() -> T) -> T {
         pager.state.hold();
     }
     fork::parent(pager);
-    sys::restore_signals(signals);
     result
 }
 
@@ -146,7 +153,7 @@ fn may_have_threads() -> bool {
 }
 
 /// Whether the program has no other thread. Only while none of the pager's comes or goes.
-fn is_only_thread(pager: &Pager) -> bool {
+pub(crate) fn is_only_thread(pager: &Pager) -> bool {
     let mut threads = 0;
     process::for_each_thread(|_| threads += 1);
     threads == pager.own_threads() + 1

@@ -44,22 +44,29 @@ pub(crate) fn carry_out(pager: &Pager, channel: Option<&Channel>, worker: &mut W
 }
 
 fn bring_back(pager: &Pager, channel: &Channel, worker: &mut Worker) {
-    // Nobody is to wait for a frame that this thread would free.
+    // Nobody is to wait for a frame that this thread would free, nor is anything to leave for a file.
+    pager.store.set_limit_bytes(u64::MAX);
     pager.exhausted.store(true, Release);
     pager.tell_progress();
     let (mut contents, mut at, mut has_staged) = ([0; PAGE], ALL_PAGES.start, true);
+    let mut generation = None;
     loop {
         let mut state = pager.state.lock();
+        if generation != Some(state.generation) {
+            // Something was moved, perhaps behind where this is.
+            (generation, at) = (Some(state.generation), ALL_PAGES.start);
+        }
         if state.under_way > 0 || !pager.is_settled(&state) {
             // An event must be read, or something comes to its end.
         } else if has_staged {
             has_staged = !fork::unstage_all(pager, &mut state);
-            continue;
         } else {
             match bring_one(pager, channel, worker, &mut state, at, &mut contents) {
                 Brought::All => return,
                 Brought::UpTo(page) => {
                     at = page;
+                    drop(state);
+                    pager.turn.let_go_first();
                     continue;
                 }
                 Brought::Again => {}

@@ -27,6 +27,7 @@ impl Errno {
 
 const SYS_RT_SIGPROCMASK: usize = 14;
 const SYS_EXIT: usize = 60;
+const SYS_EXIT_GROUP: usize = 231;
 const SYS_TGKILL: usize = 234;
 const SYS_DUP3: usize = 292;
 const SYS_IOCTL: usize = 16;
@@ -275,6 +276,14 @@ pub fn end_thread() -> ! {
     loop {
         // SAFETY: the thread is one of `start_thread`: nobody waits for it, and nothing is left to be undone.
         let _ = unsafe { call(SYS_EXIT, [0; 4]) };
+    }
+}
+
+/// Ends the process.
+pub fn end_process(status: i32) -> ! {
+    loop {
+        // SAFETY: nothing comes after it.
+        let _ = unsafe { call(SYS_EXIT_GROUP, [status as usize, 0, 0, 0]) };
     }
 }
 

@@ -6,7 +6,7 @@ use crate::libc::{self, Start};
 use crate::namespaces::{self, SYS_SETNS, SYS_UNSHARE};
 use compcache_pager::fork::Copying;
 use compcache_pager::pager::Pager;
-use compcache_pager::{read_own_memory, system_call};
+use compcache_pager::{end_process, end_thread, read_own_memory};
 use core::arch::naked_asm;
 use core::ffi::{c_int, c_long, c_void};
 
@@ -14,9 +14,10 @@ use core::ffi::{c_int, c_long, c_void};
 const SYS_CLONE: usize = 56;
 const SYS_FORK: usize = 57;
 const SYS_CLONE3: usize = 435;
-const SYS_EXIT_GROUP: usize = 231;
 /// As the kernel's linux/sched.h.
 const CLONE_VM: usize = 0x100;
+const CLONE_FILES: usize = 0x400;
+const CLONE_VFORK: usize = 0x4000;
 const CLONE_CHILD_SETTID: usize = 0x0100_0000;
 
 /// A copy by `clone`, in its parent's stack and in its own.
@@ -34,10 +35,11 @@ unsafe extern "C" fn begin_copied(copied: *mut c_void) -> c_int {
         copied.copying.end_in_child();
         (copied.start)(copied.argument)
     };
-    // libc would end this thread, and the pager's would go on.
-    // SAFETY: nothing comes after it.
-    let _ = unsafe { system_call(SYS_EXIT_GROUP, [status as usize, 0, 0, 0, 0, 0]) };
-    status
+    // libc would end this thread alone, and the pager's would go on until the evictor sees it.
+    match copied.copying.is_alone() {
+        true => end_process(status),
+        false => end_thread(),
+    }
 }
 
 /// `clone`, with a copy of the process paged before it begins. Its last three arguments may not be there; then nothing reads them.
@@ -55,7 +57,7 @@ pub unsafe extern "C" fn clone(
     child_thread: usize,
 ) -> c_int {
     let Some(real) = libc::real::clone() else { return -1 };
-    let Some(pager) = crate::pager().filter(|_| flags as usize & CLONE_VM == 0 && !stack.is_null()) else {
+    let Some(pager) = crate::pager().filter(|pager| pages(pager, flags as usize) && !stack.is_null()) else {
         // SAFETY: the caller's own call, passed on.
         return unsafe { real(start, stack, flags, argument, parent_thread, tls, child_thread) };
     };
@@ -67,6 +69,16 @@ pub unsafe extern "C" fn clone(
     let result = unsafe { real(begin_copied, stack, flags, argument, parent_thread, tls, child_thread) };
     copied.copying.end_in_parent();
     result
+}
+
+/// Whether a copy of the process by `clone` with these flags is paged.
+///
+/// Not one that shares the memory: it is none. Nor in such a one, or where a filter on system calls does not let a thread that comes from
+/// this one do the pager's work. Nor when this one would stand still until the copy has become something else, and with it all that are
+/// to wait until the copy is made; nor when the descriptors that are handed over in files would be this process's as well.
+fn pages(pager: &Pager, flags: usize) -> bool {
+    let shares_files = flags & CLONE_FILES != 0 && pager.spills();
+    flags & (CLONE_VM | CLONE_VFORK) == 0 && !shares_files && pager.is_here() && !pager.is_filtered()
 }
 
 /// The kernel writes to this word in the child, before anything else happens there.
@@ -85,7 +97,7 @@ pub unsafe extern "C" fn _Fork() -> c_int {
     // A glibc before 2.34 has none.
     // SAFETY: the caller's own call, passed on.
     let copy = || libc::real::_Fork().map_or(-1, |real| unsafe { real() } as isize);
-    match crate::pager() {
+    match crate::pager().filter(|pager| pages(pager, 0)) {
         Some(pager) => around(pager, |_| copy()) as c_int,
         None => copy() as c_int,
     }
@@ -119,7 +131,7 @@ fn copies(number: usize, arguments: &[usize; 6]) -> Option<(usize, usize)> {
         }
         _ => return None,
     };
-    (flags & CLONE_VM == 0 && stack == 0).then_some((flags, child_thread))
+    (stack == 0).then_some((flags, child_thread))
 }
 
 /// `syscall`, with copies of the process paged before they begin, and what wants a single thread made so.
@@ -133,6 +145,7 @@ fn copies(number: usize, arguments: &[usize; 6]) -> Option<(usize, usize)> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn syscall() -> c_long {
     naked_asm!(
+        ".cfi_startproc",
         "cmp rdi, {clone}",
         "je 3f",
         "cmp rdi, {fork}",
@@ -166,6 +179,7 @@ pub unsafe extern "C" fn syscall() -> c_long {
         "push rsi",
         "mov rsi, rsp",
         "push rdi",
+        ".cfi_adjust_cfa_offset 56",
         "call {special_call}",
         "pop rdi",
         "pop rsi",
@@ -174,6 +188,7 @@ pub unsafe extern "C" fn syscall() -> c_long {
         "pop r8",
         "pop r9",
         "add rsp, 8",
+        ".cfi_adjust_cfa_offset -56",
         "cmp rax, {not_special}",
         "je 2b",
         "cmp rax, -4095",
@@ -183,10 +198,13 @@ pub unsafe extern "C" fn syscall() -> c_long {
         "neg eax",
         "mov edi, eax",
         "sub rsp, 8",
+        ".cfi_adjust_cfa_offset 8",
         "call {set_errno}",
         "add rsp, 8",
+        ".cfi_adjust_cfa_offset -8",
         "mov rax, -1",
         "ret",
+        ".cfi_endproc",
         clone = const SYS_CLONE,
         fork = const SYS_FORK,
         clone3 = const SYS_CLONE3,
@@ -212,7 +230,7 @@ extern "C" fn special_call(number: c_long, arguments: &[usize; 6]) -> isize {
             None
         }
         SYS_SETNS => namespaces::setns_alone(pager, arguments[0], arguments[1]),
-        number => copies(number, arguments).map(|(flags, child_thread)| {
+        number => copies(number, arguments).filter(|(flags, _)| pages(pager, *flags)).map(|(flags, child_thread)| {
             around(pager, |copying| {
                 touch_child_thread(copying, flags, child_thread);
                 // SAFETY: the caller's own call, passed on.

@@ -1,31 +1,67 @@
-//! Filters that a program sets on the system calls of all threads of its process (seccomp with SECCOMP_FILTER_FLAG_TSYNC): before one
-//! that would end the pager's threads, or take from them what they need, the pager leaves.
+//! Filters that a program sets on its system calls (seccomp).
+//!
+//! One that is set for all threads (SECCOMP_FILTER_FLAG_TSYNC) holds for the pager's too: before one that would end these, or take from
+//! them what they need, the pager leaves. One that is set for the calling thread alone holds for the threads that come from it: then none
+//! of the pager's may.
 
+use crate::libc;
 use compcache_pager::filter::{INSTRUCTIONS_MAX, Instruction, lets_pager_go_on};
 use compcache_pager::pager::Pager;
 use compcache_pager::{read_own_memory, retire};
+use core::ffi::{c_int, c_ulong};
 
 /// As the kernel's linux/seccomp.h.
-const SECCOMP_SET_MODE_FILTER: usize = 1;
-const SECCOMP_FILTER_FLAG_TSYNC: usize = 1;
+const SECCOMP_SET_MODE_FILTER: u32 = 1;
+const SECCOMP_FILTER_FLAG_TSYNC: u32 = 1;
+/// As the kernel's linux/prctl.h and linux/seccomp.h.
+const PR_SET_SECCOMP: c_int = 22;
+const SECCOMP_MODE_FILTER: c_ulong = 2;
 /// As the kernel's asm/unistd_64.h.
 pub const SYS_SECCOMP: usize = 317;
 
 /// Before `seccomp` with these arguments.
 pub fn before_seccomp(pager: &Pager, arguments: &[usize; 6]) {
     let [operation, flags, program, ..] = *arguments;
-    if operation != SECCOMP_SET_MODE_FILTER || flags & SECCOMP_FILTER_FLAG_TSYNC == 0 {
-        return;
+    if operation as u32 == SECCOMP_SET_MODE_FILTER {
+        before_filter(pager, program, flags as u32 & SECCOMP_FILTER_FLAG_TSYNC != 0);
     }
+}
+
+/// Before a filter is set. Its program is read onto the stack: not in the frame of whoever calls.
+#[inline(never)]
+fn before_filter(pager: &Pager, program: usize, is_for_all: bool) {
     // As the kernel's sock_fprog: how many instructions, and where. What cannot be read the kernel refuses.
     let mut words = [[0; 8]; 2];
-    if !read_own_memory(program, words.as_flattened_mut()) {
+    if !pager.is_here() || !read_own_memory(program, words.as_flattened_mut()) {
         return;
     }
     let (count, at) = (u16::from_ne_bytes([words[0][0], words[0][1]]).into(), usize::from_ne_bytes(words[1]));
     let mut instructions: [Instruction; INSTRUCTIONS_MAX] = [[0; 8]; INSTRUCTIONS_MAX];
     let Some(read) = instructions.get_mut(..count).filter(|read| !read.is_empty()) else { return };
-    if read_own_memory(at, read.as_flattened_mut()) && !lets_pager_go_on(read) {
-        retire::retire(pager);
+    if !read_own_memory(at, read.as_flattened_mut()) || lets_pager_go_on(read) {
+        return;
     }
+    match is_for_all {
+        true => retire::retire(pager),
+        false => pager.note_filter(),
+    }
+}
+
+/// `prctl`, with a look at filters. Its last four arguments may not be there; then nothing reads them.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn prctl(
+    option: c_int,
+    second: c_ulong,
+    third: c_ulong,
+    fourth: c_ulong,
+    fifth: c_ulong,
+) -> c_int {
+    if option == PR_SET_SECCOMP && second == SECCOMP_MODE_FILTER {
+        crate::pager().inspect(|pager| before_filter(pager, third as usize, false));
+    }
+    // SAFETY: the caller's own call, passed on.
+    libc::real::prctl().map_or(-1, |real| unsafe { real(option, second, third, fourth, fifth) })
 }

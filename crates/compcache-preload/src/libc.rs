@@ -1,6 +1,6 @@
 //! What is used of the program's libc, and what is known of it.
 
-use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use core::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
 use core::ptr::{null_mut, read_volatile};
 use core::sync::atomic::{AtomicPtr, Ordering::*};
 
@@ -155,6 +155,7 @@ pub mod real {
         __fxstatat64: fn(c_int, c_int, *const c_char, *mut Stat, c_int) -> c_int;
         clone: fn(Start, *mut c_void, c_int, *mut c_void, usize, usize, usize) -> c_int;
         _Fork: fn() -> c_int;
+        prctl: fn(c_int, c_ulong, c_ulong, c_ulong, c_ulong) -> c_int;
         unshare: fn(c_int) -> c_int;
         setns: fn(c_int, c_int) -> c_int;
     }

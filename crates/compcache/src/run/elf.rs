@@ -78,7 +78,9 @@ pub fn shown_number<'data, R: ReadRef<'data>>(file: R, name: &str) -> Option<u32
 pub fn sanitizer<'data, R: ReadRef<'data>>(file: R) -> Option<&'static str> {
     let file = ElfFile64::<Endianness, R>::parse(file).ok()?;
     // Whether the runtime is part of the program or in an object of its own.
-    file.dynamic_symbols().find_map(|symbol| match symbol.name().ok()? {
+    // Who only asks for it has it weak, and nowhere.
+    let mut symbols = file.dynamic_symbols().filter(|symbol| !(symbol.is_undefined() && symbol.is_weak()));
+    symbols.find_map(|symbol| match symbol.name().ok()? {
         "__asan_init" => Some("-fsanitize=address"),
         "__hwasan_init" => Some("-fsanitize=hwaddress"),
         "__msan_init" => Some("-fsanitize=memory"),

@@ -167,6 +167,7 @@ traps! {
     exit_handlers_find_their_memory: "ends" ["atexit"];
     exit_from_a_thread_passes_its_status: "ends" ["thread_exit"];
     the_end_of_the_last_thread_ends_the_process: "ends" ["last_thread"];
+    the_end_of_the_only_thread_past_libc_ends_the_process: "ends" ["past_libc"];
     abort_kills_by_its_signal: "ends" ["abort"];
     a_killed_program_is_gone: "ends" ["kill"];
     a_terminated_program_is_gone: "ends" ["term"];

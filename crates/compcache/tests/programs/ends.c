@@ -1,7 +1,7 @@
 /*
  * Ends in every way, in the middle of everything: threads write and evict without a pause. The status must be the one
- * of a run without a pager. Modes: exit, _exit, return, thread_exit, last_thread, abort, kill, term, segv, trap,
- * handled_term, quick_exit, atexit, in_child (a forked child is killed, the parent goes on).
+ * of a run without a pager. Modes: exit, _exit, return, thread_exit, last_thread, past_libc (the only thread ends as a thread), abort,
+ * kill, term, segv, trap, handled_term, quick_exit, atexit, in_child (a forked child is killed, the parent goes on).
  */
 #include "trap.h"
 
@@ -71,6 +71,16 @@ int main(int argc, char **argv)
 		pthread_t thread;
 		MUST(passed() == 0 && pthread_create(&thread, NULL, last, NULL) == 0);
 		pthread_exit(NULL);
+	}
+	if (strcmp(mode, "past_libc") == 0) {
+		for (int round = 0; round < 3; round++) {
+			pid_t child = fork();
+			if (child == 0) syscall(SYS_exit, 48);
+			int status;
+			MUST(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 48);
+		}
+		MUST(passed() == 0);
+		syscall(SYS_exit, 49);
 	}
 	if (strcmp(mode, "in_child") == 0) {
 		for (int round = 0; round < 4; round++) {

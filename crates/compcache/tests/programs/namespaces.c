@@ -57,6 +57,10 @@ static void alone(void)
 	work();
 	allowed("unshare of CLONE_VM", unshare(CLONE_VM));
 	area_check(&area, generation);
+	struct area fresh = area_new(working_set(), 47, 1);
+	area_push_out(&fresh);
+	area_check(&fresh, 1);
+	MUST(munmap(fresh.at, fresh.pages * PAGE) == 0);
 	allowed("unshare of CLONE_THREAD", unshare(CLONE_THREAD));
 	work();
 	for (int round = 0; round < 50; round++) allowed("unshare of CLONE_SIGHAND", (int)syscall(SYS_unshare, CLONE_SIGHAND));
