@@ -28,8 +28,9 @@ struct Copied {
 }
 
 unsafe extern "C" fn begin_copied(copied: *mut c_void) -> c_int {
+    // Taken from there first: the stack that the caller gave may lie above it, and be a small one.
     // SAFETY: what `clone` below passed: on the stack of the parent's thread, of which this process has a copy.
-    let copied = unsafe { &*copied.cast::<Copied>() };
+    let copied = unsafe { copied.cast::<Copied>().read() };
     // SAFETY: in the child, in its only thread; the caller's own function with its own argument.
     let status = unsafe {
         copied.copying.end_in_child();

@@ -178,14 +178,15 @@ macro_rules! weak_symbol {
     }};
 }
 
-/// Whether the program was built with a sanitizer that keeps a shadow of all memory: its runtime has such a symbol.
+/// Whether the program was built with a sanitizer that knows of all memory: its runtime has such a symbol.
 ///
-/// It takes most of the address space, and has its books of memory in places of its choice. It may not even be ready yet when this
+/// The one for leaks stops all threads at the end, the pager's too, and then goes through memory. Any other takes most of the address space, and has its books of memory in places of its choice. It may not even be ready yet when this
 /// object's constructor runs; so nothing may be called that it stands in for, not even the loader's look-up of a symbol.
 pub fn has_sanitizer() -> bool {
     let inits = [
         weak_symbol!("__asan_init"),
         weak_symbol!("__hwasan_init"),
+        weak_symbol!("__lsan_init"),
         weak_symbol!("__msan_init"),
         weak_symbol!("__tsan_init"),
     ];

@@ -74,7 +74,7 @@ pub fn shown_number<'data, R: ReadRef<'data>>(file: R, name: &str) -> Option<u32
     Some(u32::from_le_bytes(bytes.try_into().ok()?))
 }
 
-/// The compiler's flag for the sanitizer that a program was built with, if its runtime keeps a shadow of all memory.
+/// The compiler's flag for the sanitizer that a program was built with, if its runtime knows of all memory.
 pub fn sanitizer<'data, R: ReadRef<'data>>(file: R) -> Option<&'static str> {
     let file = ElfFile64::<Endianness, R>::parse(file).ok()?;
     // Whether the runtime is part of the program or in an object of its own.
@@ -83,6 +83,7 @@ pub fn sanitizer<'data, R: ReadRef<'data>>(file: R) -> Option<&'static str> {
     symbols.find_map(|symbol| match symbol.name().ok()? {
         "__asan_init" => Some("-fsanitize=address"),
         "__hwasan_init" => Some("-fsanitize=hwaddress"),
+        "__lsan_init" => Some("-fsanitize=leak"),
         "__msan_init" => Some("-fsanitize=memory"),
         "__tsan_init" => Some("-fsanitize=thread"),
         _ => None,

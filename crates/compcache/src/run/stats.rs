@@ -211,7 +211,7 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         }
         Some(Trouble::NoProc) => "a process ran unpaged: /proc is not mounted or not readable there",
         Some(Trouble::Sanitizer) => {
-            "a process ran unpaged: it was built with a sanitizer (-fsanitize=address, thread or memory), whose runtime does not bear a pager beside it"
+            "a process ran unpaged: it was built with a sanitizer (-fsanitize=address, leak, memory or thread), whose runtime does not bear a pager beside it"
         }
         Some(Trouble::Filter) => {
             "a process went on unpaged: it set a filter on the system calls of all its threads (seccomp) that forbids what paging takes"

@@ -162,7 +162,7 @@ fn sanitized(dir: &Path, sanitizer: &str) -> Option<PathBuf> {
 #[test]
 fn a_program_with_a_sanitizer_is_refused_and_what_starts_one_is_not() {
     let _shared = beside_others();
-    for sanitizer in ["address", "thread"] {
+    for sanitizer in ["address", "thread", "leak"] {
         let dir = scratch();
         let Some(program) = sanitized(dir.path(), sanitizer) else {
             eprintln!("SKIP: this machine cannot build a program with -fsanitize={sanitizer}");
