@@ -327,7 +327,7 @@ pub struct SwapOnArgs {
     #[arg(long, value_name = "WAY", default_value = "auto")]
     pub transport: SwapTransport,
 
-    /// Used before other swap of a lower priority
+    /// Used before other swap of a lower priority; a higher one is taken where swap of a server that was killed would come first
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(0..=32767))]
     pub priority: u16,
 

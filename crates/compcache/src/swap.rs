@@ -58,8 +58,9 @@ fn on(args: SwapOnArgs) -> anyhow::Result<String> {
         }
     };
     let disk = one_disk(&args.server, request).context("swap stays as it was")?;
+    let priority = above_what_is_gone(&read("/proc/swaps").unwrap_or_default(), args.priority);
     let started = tool("mkswap", &["-L", "compcache", &disk.at])
-        .and_then(|()| tool("swapon", &["--discard=pages", "--priority", &args.priority.to_string(), &disk.at]));
+        .and_then(|()| tool("swapon", &["--discard=pages", "--priority", &priority.to_string(), &disk.at]));
     if let Err(error) = started {
         return match ask(&socket, Request::Remove { name: name.clone(), force: true }) {
             Ok(_) => Err(error.context("swap stays as it was")),
@@ -146,13 +147,30 @@ fn read(path: &str) -> anyhow::Result<String> {
     fs::read_to_string(path).with_context(|| format!("cannot read {path}"))
 }
 
-/// Device, size and use of each line of `/proc/swaps`, in bytes.
-fn swaps(table: &str) -> impl Iterator<Item = (&str, u64, u64)> {
+/// Device, size and use of each line of `/proc/swaps`, in bytes, and its priority.
+fn all_swaps(table: &str) -> impl Iterator<Item = (&str, u64, u64, i32)> {
     table.lines().skip(1).filter_map(|line| {
         let words: Vec<_> = line.split_ascii_whitespace().collect();
         let kib = |at: usize| words.get(at)?.parse::<u64>().ok();
-        Some((words[0], kib(2)? << 10, kib(3)? << 10))
+        Some((words[0], kib(2)? << 10, kib(3)? << 10, words.get(4)?.parse().ok()?))
     })
+}
+
+/// Swap on a device that is no more, of a server that was killed. The kernel keeps it, writes to it still, and has no way to be told.
+fn is_gone(path: &str) -> bool {
+    path.ends_with("\\040(deleted)")
+}
+
+/// Device, size and use of each swap that is still there.
+fn swaps(table: &str) -> impl Iterator<Item = (&str, u64, u64)> {
+    all_swaps(table).filter(|(path, ..)| !is_gone(path)).map(|(path, size, used, _)| (path, size, used))
+}
+
+/// The priority that is wanted, or a higher one, so that no swap that is gone is taken before or as often.
+fn above_what_is_gone(table: &str, wanted: u16) -> u16 {
+    const MOST: i32 = 32767;
+    let gone = all_swaps(table).filter(|(path, ..)| is_gone(path)).map(|(.., priority)| priority).max();
+    gone.map_or(wanted, |gone| wanted.max((gone + 1).clamp(0, MOST) as u16))
 }
 
 /// What is swapped out to a device; `None` if it is no swap.
@@ -182,6 +200,10 @@ mod tests {
                      /swapfile                               file\t\t2000\t\t500\t\t-2\n";
         assert_eq!(used_bytes(table, "/dev/loop7"), Some(5120 << 10));
         assert_eq!(used_bytes(table, "/dev/loop70"), None);
+        assert_eq!(above_what_is_gone(table, 100), 100);
+        let gone = table.replace("/dev/loop7 ", "/dev/ublkb0\\040(deleted) ");
+        assert_eq!(free_elsewhere_bytes(&gone, &[]), 1500 << 10);
+        assert_eq!([5, 100, 101, 200].map(|wanted| above_what_is_gone(&gone, wanted)), [101, 101, 101, 200]);
         assert_eq!(free_elsewhere_bytes(table, &[]), (1_048_572 - 5120 + 1500) << 10);
         let zram = table.replace("/dev/loop7", "/dev/zram0");
         assert_eq!(free_elsewhere_bytes(&zram, &[]), 1500 << 10);

@@ -43,6 +43,7 @@ swapoff $device; status gone $?
 while ! /compcache list >/dev/null 2>&1; do sleep 0.1; done
 {on} 2>>/run/refused; status left $?
 {on} --backing-overwrite >/run/on; status again-on $?; read disk device </run/on
+cat /proc/swaps
 (work /scan {killed} 0 --content /noise); status again $?
 /compcache swap off; status off $?
 kill $server; wait $server; status end $?
@@ -57,6 +58,11 @@ cat /run/refused
     assert_ended(&printed, &works.map(|name| (name, 0)));
     // SIGBUS.
     assert_ended(&printed, &[("file", FAILED), ("loop", FAILED), ("left", FAILED), ("victim", 135)]);
+    // What is left of the old swap must not be taken as often as the new one.
+    let is_swap = |line: &&str| line.split_ascii_whitespace().nth(1) == Some("partition");
+    let (gone, here): (Vec<_>, Vec<_>) = printed.lines().filter(is_swap).partition(|line| line.contains("(deleted)"));
+    let priority = if gone.is_empty() { "100" } else { "101" };
+    assert!(here.iter().any(|line| line.trim_end().ends_with(priority)), "{gone:?}, {here:?}");
     for said in [
         "/run/file cannot be the backing of swap",
         "/dev/loop7 cannot be the backing of swap: to write to loop7",
