@@ -57,6 +57,13 @@ pub fn for_each_thread(mut each: impl FnMut(u32)) {
     }
 }
 
+/// Whether this process has one thread, ended or not, beside so many of the pager's.
+pub fn has_one_thread_beside(ours: u64) -> bool {
+    let mut threads = 0;
+    for_each_thread(|_| threads += 1);
+    threads == ours + 1
+}
+
 /// The exit status of the main thread, if every thread of this process has ended but `ours`. That the main thread has ended alone says
 /// little: others go on then.
 pub fn ended_with(ours: u64) -> Option<i32> {
@@ -68,9 +75,7 @@ pub fn ended_with(ours: u64) -> Option<i32> {
         return None;
     }
     let status = text[name_end..read].rsplit(|&byte| byte == b' ').next().and_then(number)?;
-    let mut threads = 0;
-    for_each_thread(|_| threads += 1);
-    (threads == ours + 1).then_some((status >> 8) as i32 & 0xff)
+    has_one_thread_beside(ours).then_some((status >> 8) as i32 & 0xff)
 }
 
 /// The file that tells where a thread of this process runs, among other things.

@@ -87,9 +87,9 @@ impl Relay {
         self.is_under_way.load(Acquire) != 0
     }
 
-    /// What the new evictor must not close.
+    /// What an evictor that comes after another must not close.
     pub fn socket(&self) -> RawFd {
-        if self.is_under_way() { self.to.load(Acquire) } else { -1 }
+        self.to.load(Acquire)
     }
 
     /// The new evictor has everything.
@@ -154,9 +154,7 @@ fn may_have_threads() -> bool {
 
 /// Whether the program has no other thread. Only while none of the pager's comes or goes.
 pub(crate) fn is_only_thread(pager: &Pager) -> bool {
-    let mut threads = 0;
-    process::for_each_thread(|_| threads += 1);
-    threads == pager.own_threads() + 1
+    process::has_one_thread_beside(pager.own_threads())
 }
 
 fn sockets() -> Option<[OwnedFd; 2]> {
