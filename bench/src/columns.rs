@@ -13,6 +13,8 @@
 //!
 //! A file of up to 17 records has no stride: its records come in order (IOzone reads the first again and again).
 //!
+//! A tenth is not IOzone's: the skewed read reads as many records as there are, nine of ten of them out of one tenth of the records.
+//!
 //! # Source
 //! The test definitions of "IOzone Filesystem Benchmark" (iozone.org), and what IOzone 3 does where they leave it open.
 
@@ -38,10 +40,11 @@ pub enum Column {
     BackwardRead,
     RecordRewrite,
     StrideRead,
+    SkewedRead,
 }
 
 impl Column {
-    /// All of them, in the order in which they are run.
+    /// Those of IOzone, in the order in which they are run.
     pub const ALL: [Column; 9] = [
         Column::Write,
         Column::Rewrite,
@@ -66,6 +69,7 @@ impl Column {
             Column::BackwardRead => "backward read",
             Column::RecordRewrite => "record rewrite",
             Column::StrideRead => "stride read",
+            Column::SkewedRead => "skewed read",
         }
     }
 
@@ -89,6 +93,12 @@ impl Column {
                 fastrand::Rng::with_seed(self as u64).shuffle(&mut all);
                 all
             }
+            Column::SkewedRead => {
+                let mut rng = fastrand::Rng::with_seed(self as u64);
+                // One record of each ten, so that those that are read often lie all over the file.
+                let often = |rng: &mut fastrand::Rng| rng.u32(0..records.div_ceil(10)) * 10;
+                (0..records).map(|_| if rng.u32(0..10) > 0 { often(&mut rng) } else { rng.u32(0..records) }).collect()
+            }
         }
     }
 }
@@ -103,9 +113,10 @@ impl FromStr for Column {
     type Err = String;
 
     fn from_str(word: &str) -> Result<Column, String> {
-        let found = Column::ALL.into_iter().find(|column| column.word().replace(' ', "-") == word.replace(' ', "-"));
+        let known = || Column::ALL.into_iter().chain([Column::SkewedRead]);
+        let found = known().find(|column| column.word().replace(' ', "-") == word.replace(' ', "-"));
         found.ok_or_else(|| {
-            let all: Vec<String> = Column::ALL.iter().map(|column| column.word().replace(' ', "-")).collect();
+            let all: Vec<String> = known().map(|column| column.word().replace(' ', "-")).collect();
             format!("{word:?} is none of {}", all.join(", "))
         })
     }
@@ -183,8 +194,20 @@ mod tests {
     }
 
     #[test]
+    fn a_skewed_read_reads_nine_of_ten_records_out_of_a_tenth_of_them() {
+        for records in [1, 9, 10, 4096] {
+            let order = Column::SkewedRead.order(records);
+            assert_eq!(order.len(), records as usize);
+            assert!(order.iter().all(|record| *record < records), "{records}");
+        }
+        let often = Column::SkewedRead.order(4096).iter().filter(|record| *record % 10 == 0).count();
+        // 91 of a hundred are expected.
+        assert!((3600..3850).contains(&often), "{often} of 4096");
+    }
+
+    #[test]
     fn names_are_read_as_they_are_written() {
-        for column in Column::ALL {
+        for column in Column::ALL.into_iter().chain([Column::SkewedRead]) {
             assert_eq!(column.word().parse(), Ok(column));
             assert_eq!(column.word().replace(' ', "-").parse(), Ok(column));
         }

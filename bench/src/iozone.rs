@@ -8,29 +8,26 @@
 //! For every record size the sides take turns, the order turned round every second round. A turn begins with a new file, an empty page
 //! cache and an empty pool. Every byte that is read is compared with what was written.
 
-mod client;
-mod place;
+pub mod client;
+pub mod image;
+pub mod place;
 mod report;
 
-use std::fs;
-use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::str::FromStr;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use compcache_testkit::PAGE_BYTES;
-use compcache_testkit::corpus::Kind;
 use compcache_worker::columns::{Column, Through};
 use serde_json::json;
 
 use crate::baseline::loop_device::Throttle;
-use crate::content::Content;
 use crate::record::Record;
 use crate::scan::print_targets;
 use crate::side::Bench;
 use client::{Client, Cost};
+use image::{Holds, Image};
 use place::{Disk, Keeper, Memory};
 use report::Report;
 
@@ -60,15 +57,6 @@ pub struct Options {
     record_sizes: Vec<u64>,
 }
 
-/// What the pages hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Holds {
-    /// A few bytes and zeroes, as IOzone has it: it compresses to 1 %.
-    Iozone,
-    /// Memory of real programs: about 3:1.
-    Real,
-}
-
 /// How fast the disk is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Speed {
@@ -79,6 +67,14 @@ pub enum Speed {
 }
 
 impl Speed {
+    /// As it is written in tables and on the command line.
+    pub fn word(self) -> &'static str {
+        match self {
+            Speed::Fast => "fast",
+            Speed::Throttled => "throttled",
+        }
+    }
+
     /// What makes it so slow.
     pub fn throttle(self) -> Throttle {
         match self {
@@ -188,7 +184,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: Option<usize>,
         "sides": place::words(&plan.keepers),
     });
     let mut kept = Record::new("iozone", settings);
-    let image = Image::make(&plan, &mut kept)?;
+    let image = Image::make(plan.holds, plan.file_bytes, &mut kept)?;
     println!(
         "\nthe columns of IOzone: {} MiB of memory ({} MiB of it for the pool), a file of {} MiB of {} ({:.1} % \
          same-filled), disk: {}, {} rounds",
@@ -288,36 +284,6 @@ impl Turn<'_> {
             report.add(Cell { side, through, record_bytes, round, column, mb_per_s, cost });
         }
         client.end().map_err(Failure::Broken)
-    }
-}
-
-/// The pages that are written, in a file without a name, in memory that is the bench's.
-struct Image {
-    path: PathBuf,
-    kinds: String,
-    same_filled: f64,
-    _file: OwnedFd,
-}
-
-impl Image {
-    fn make(plan: &Plan, kept: &mut Record) -> Result<Image> {
-        // SAFETY: a name that ends in zero, and a number.
-        let number = unsafe { libc::memfd_create(c"compcache-bench".as_ptr(), libc::MFD_CLOEXEC) };
-        if number < 0 {
-            return Err(io::Error::last_os_error().into());
-        }
-        // SAFETY: a descriptor that was just made, and is nobody else's.
-        let file = unsafe { OwnedFd::from_raw_fd(number) };
-        let path = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()));
-        if plan.holds == Holds::Real {
-            let content = Content::write_of(&Kind::HEAPS, &path, plan.file_bytes.min(64 << 20), kept)?;
-            return Ok(Image { path, kinds: content.kinds, same_filled: content.same_filled, _file: file });
-        }
-        let mut page = [0; PAGE_BYTES];
-        page[..8].fill(0x70);
-        fs::write(&path, page)?;
-        kept.content("iozone", 1, 0.0);
-        Ok(Image { path, kinds: "IOzone's pattern".to_owned(), same_filled: 0.0, _file: file })
     }
 }
 

@@ -18,6 +18,7 @@ mod hotcold;
 mod iozone;
 mod laps;
 mod latency;
+mod limits;
 mod plot;
 mod programs;
 mod record;

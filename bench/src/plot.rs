@@ -4,6 +4,7 @@
 //! |-------------|-------------------|--------------------------------------|-------------------------------------|---------------|
 //! | `apps`      | programs          | sides that are not disk swap         | times faster than swap on that disk | 1: as fast    |
 //! | `iozone`    | IOzone's columns  | sides, and what document 001 had     | times faster than without           | 1: as fast    |
+//! | `limits`    | limits of a pool  | sides and orders; a picture for each disk | hits in %; times faster than plain | -; 1: as fast |
 //! | `sweep`     | sizes of a cache; how full it is when pages leave | disks, and orders  | times faster than each page by itself | 1: as fast |
 //! | `writeback` | bytes of a write  | fio, ours                            | MB/s                                | -             |
 //!
@@ -82,9 +83,10 @@ fn pictures_of(record: &Value) -> Result<Vec<Bars>> {
     let pictures = match record["scenario"].as_str() {
         Some("apps") => of_apps(record),
         Some("iozone") => of_iozone(record),
+        Some("limits") => of_limits(record),
         Some("sweep") => of_sweep(record),
         Some("writeback") => of_writeback(record),
-        Some(other) => bail!("there are pictures of apps, iozone, sweep and writeback, not of {other}"),
+        Some(other) => bail!("there are pictures of apps, iozone, limits, sweep and writeback, not of {other}"),
         None => bail!("no scenario is named"),
     };
     ensure!(pictures.iter().any(|bars| !bars.groups.is_empty()), "nothing was measured");
@@ -177,23 +179,8 @@ fn of_sweep(record: &Value) -> Vec<Bars> {
 
 fn of_one_sweep(cache: Option<u64>, lines: &[&Value]) -> Bars {
     let field = if cache.is_none() { "cache_bytes" } else { "percent" };
-    let mut values: Vec<u64> = lines.iter().filter_map(|line| line[field].as_u64()).collect();
-    values.sort_unstable();
-    values.dedup();
     let name = |line: &Value| Some(format!("{}, {}", line["disk"].as_str()?, line["order"].as_str()?));
-    let mut names: Vec<String> = Vec::new();
-    for name in lines.iter().filter_map(|line| name(line)) {
-        if !names.contains(&name) {
-            names.push(name);
-        }
-    }
-    let of_series = |named: String| {
-        let line = |value: &u64| {
-            lines.iter().find(|line| line[field] == *value && name(line).as_deref() == Some(named.as_str()))
-        };
-        let values = values.iter().map(|value| spread(&line(value)?["measured"]["ratio"])).collect();
-        Series { name: named, values }
-    };
+    let (values, series) = side_by_side(lines, field, name, |line| spread(&line["measured"]["ratio"]));
     Bars {
         title: match cache {
             None => "sweep: size of the compressed cache".into(),
@@ -206,9 +193,59 @@ fn of_one_sweep(cache: Option<u64>, lines: &[&Value]) -> Bars {
             None => values.iter().map(|bytes| size(*bytes)).collect(),
             Some(_) => values.iter().map(|percent| format!("{percent} %")).collect(),
         },
-        series: names.into_iter().map(of_series).collect(),
+        series,
         are_ratios: true,
     }
+}
+
+/// Two pictures of each disk.
+fn of_limits(record: &Value) -> Vec<Bars> {
+    let of_disk = |disk: &'static str| {
+        let lines: Vec<&Value> = summary(record).filter(|line| line["disk"] == disk).collect();
+        let name = |line: &Value| {
+            let order = line["order"].as_str()?.replace('_', " ");
+            Some(format!("{}, {order}", line["side"].as_str()?))
+        };
+        let picture = move |field: &str, title: &str, unit, are_ratios| {
+            let (percents, series) = side_by_side(&lines, "percent", name, |line| spread(&line[field]));
+            let title = format!("limits, {disk} disk: {title}, by the pool's limit in percent of the file");
+            let groups = percents.iter().map(|percent| format!("{percent} %")).collect();
+            Bars { title, unit, groups, series, are_ratios }
+        };
+        [
+            picture("hit_percent", "what the pool had of what it was asked for", "%", false),
+            picture("ratio", "speed beside the kernel's page cache in the same memory", "times faster", true),
+        ]
+    };
+    let pictures = ["fast", "throttled"].into_iter().flat_map(of_disk);
+    pictures.filter(|bars| !bars.groups.is_empty()).collect()
+}
+
+/// The values that `field` has, in order, and what is said of each by lines of one name.
+fn side_by_side(
+    lines: &[&Value],
+    field: &str,
+    name: impl Fn(&Value) -> Option<String>,
+    said: impl Fn(&Value) -> Option<Spread>,
+) -> (Vec<u64>, Vec<Series>) {
+    let mut values: Vec<u64> = lines.iter().filter_map(|line| line[field].as_u64()).collect();
+    values.sort_unstable();
+    values.dedup();
+    let mut names: Vec<String> = Vec::new();
+    for name in lines.iter().filter_map(|line| name(line)) {
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    let of_series = |named: String| {
+        let line = |value: &u64| {
+            lines.iter().find(|line| line[field] == *value && name(line).as_deref() == Some(named.as_str()))
+        };
+        let values = values.iter().map(|value| said(line(value)?)).collect();
+        Series { name: named, values }
+    };
+    let series = names.into_iter().map(of_series).collect();
+    (values, series)
 }
 
 fn of_writeback(record: &Value) -> Vec<Bars> {
@@ -358,6 +395,13 @@ mod tests {
         assert_eq!(pictures[0].series[0], Series { name: "fast, random".into(), values: vec![None, one(2.0)] });
         assert_eq!(pictures[0].series[1], Series { name: "fast, sequential".into(), values: vec![one(0.5), None] });
         assert_eq!(pictures[1].series[0].values, [one(1.0), one(2.0)]);
+
+        let line = |disk: &str, order: &str, percent: u64, hits: f64| json!({"disk": disk, "order": order, "side": "mount", "percent": percent, "hit_percent": spread(hits), "ratio": spread(2.0)});
+        let limits = json!({"scenario": "limits", "summary": [line("fast", "random_read", 10, 9.0), line("fast", "random_read", 1, 0.5)]});
+        let [hits, ratios] = &pictures_of(&limits).unwrap()[..] else { panic!() };
+        assert_eq!(hits.groups, ["1 %", "10 %"]);
+        assert_eq!(hits.series, [Series { name: "mount, random read".into(), values: vec![one(0.5), one(9.0)] }]);
+        assert!(ratios.are_ratios && ratios.series[0].values == [one(2.0), one(2.0)]);
 
         let run = |size: u64, ours: f64| json!({"segment_bytes": size, "fio_mb_per_s": 900.0, "mb_per_s": ours});
         let writeback =

@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use compcache_store::{BackingConfig, Page};
 use compcache_testkit::PAGE_BYTES;
 use compcache_testkit::corpus::{self, Kind};
@@ -209,7 +209,7 @@ struct Turn {
 /// A page is wrong, a disk fails, or nothing could be measured.
 pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
     let plan = Plan::of(options, quick)?;
-    let names = |all: &[Speed]| all.iter().map(|speed| name_of(*speed)).collect::<Vec<_>>();
+    let names = |all: &[Speed]| all.iter().map(|speed| speed.word()).collect::<Vec<_>>();
     let mut kept = Record::new(
         "sweep",
         json!({
@@ -240,7 +240,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         });
         let room = (plan.backing_bytes(content.len()), content.len());
         match Disk::make(bench, speed, room, &directory) {
-            Err(error) => println!("  {}: not here: {error:#}", name_of(speed)),
+            Err(error) => println!("  {}: not here: {error:#}", speed.word()),
             Ok(disk) => {
                 let mut report = Report::new(speed, steps);
                 let sides = Sides { disk: &disk, content: &content, steps, orders: &options.orders };
@@ -264,10 +264,6 @@ fn mixed(pages: &[Page]) -> Vec<Page> {
     let in_each = runs.len().div_ceil(Kind::HEAPS.len()).max(1);
     let turn = |nth: usize| runs.iter().skip(nth).step_by(in_each);
     (0..in_each).flat_map(turn).flat_map(|run| run.iter().copied()).collect()
-}
-
-fn name_of(speed: Speed) -> String {
-    speed.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
 /// What all points of a disk have in common.

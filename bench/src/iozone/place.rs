@@ -90,6 +90,12 @@ pub struct Memory {
 }
 
 impl Memory {
+    /// So much for the worker and its page cache where there is a pool of that size beside it.
+    pub fn beside(client_bytes: u64, pool_bytes: u64) -> Memory {
+        let pool_alone = Memory { all_bytes: pool_bytes, pool_bytes };
+        Memory { all_bytes: client_bytes + pool_alone.server_bytes(), pool_bytes }
+    }
+
     /// What the server may take, its pool included: beside it 4 MiB, and 4 for each processor, for which it has threads with buffers (7 and 10 MiB
     /// were seen of a mount and of a disk on two processors).
     pub fn server_bytes(self) -> u64 {

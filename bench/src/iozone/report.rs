@@ -4,7 +4,8 @@ use compcache_worker::columns::{Column, Through};
 use serde_json::json;
 
 use super::client::Cost;
-use super::{Cell, Holds, Keeper, Plan, Speed};
+use super::image::Holds;
+use super::{Cell, Keeper, Plan, Speed};
 use crate::record::Record;
 use crate::stat::{Spread, Target};
 use crate::table::{Table, cell, mib};

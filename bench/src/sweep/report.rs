@@ -15,7 +15,7 @@
 
 use serde_json::{Value, json};
 
-use super::{By, Order, Point, Turn, name_of};
+use super::{By, Order, Point, Turn};
 use crate::iozone::Speed;
 use crate::record::Record;
 use crate::stat::Spread;
@@ -57,7 +57,7 @@ impl Report {
     pub fn json(&self, turn: &Turn, round: usize) -> Value {
         let (ours, point) = (&turn.ours, &turn.point);
         json!({
-            "disk": name_of(self.speed), "order": turn.order.name(), "round": round, "steps": self.steps,
+            "disk": self.speed.word(), "order": turn.order.name(), "round": round, "steps": self.steps,
             "cache_bytes": point.cache_bytes, "percent": point.percent, "segment_bytes": point.segment_bytes,
             "plain_s": turn.plain_s, "ours_s": ours.wall_s, "waited_s": ours.waited_s, "cpu_s": ours.cpu_s,
             "fetched_pages": ours.fetched_pages, "left_pages": ours.left_pages, "moved_pages": ours.moved_pages,
@@ -72,7 +72,7 @@ impl Report {
                 By::Size => "by the size of the cache, pages leave above 50 percent of it".to_owned(),
                 By::Percent(bytes) => format!("by how full a cache of {} is when pages begin to leave", size(bytes)),
             };
-            println!("\n{} disk, {} steps, {what}", name_of(self.speed), self.steps);
+            println!("\n{} disk, {} steps, {what}", self.speed.word(), self.steps);
             println!("{}", self.table(by, kept));
         }
     }
@@ -115,7 +115,7 @@ impl Report {
                 value(line.written_bytes_per_page, 0),
             ]);
             kept.summary(json!({
-                "sweep": sweep, "disk": name_of(self.speed), "order": order.name(), "cache_bytes": point.cache_bytes,
+                "sweep": sweep, "disk": self.speed.word(), "order": order.name(), "cache_bytes": point.cache_bytes,
                 "percent": point.percent, "segment_bytes": point.segment_bytes, "measured": line,
             }));
         }
