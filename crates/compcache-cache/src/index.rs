@@ -137,6 +137,8 @@ pub struct Index<S> {
     /// What the pages in the queues are taken to cost, in bytes.
     pub charged_bytes: u64,
     pub limit_bytes: u64,
+    /// Nothing had to go since it was empty, or had more room.
+    pub is_filling: bool,
 }
 
 /// Beside the object: slot of the pool's table, place, the file's map, and some of a span that is not full.
@@ -159,10 +161,12 @@ impl<S: Copy + PartialEq> Index<S> {
             + (self.queues.length() * 16 + self.files.count() * 160) as u64
     }
 
-    /// Adds a stored page to a file.
+    /// Adds a stored page to a file. While there is room for all, main takes what the small queue has no room for: who reads a file in order that is larger
+    /// than the cache, again and again, then finds its beginning, where a queue alone would have none of it at any time.
     pub fn admit(&mut self, slot: u32, page: u32, place: u32, bytes: u16, to_main: bool) {
         let Some(file) = self.files.at(slot) else { return };
         file.pages.insert(page, place);
+        let to_main = to_main || self.is_filling && self.queues.is_small_full();
         self.queues.admit(place, slot, page, bytes, to_main);
         self.charged_bytes += charge(bytes);
     }
@@ -170,6 +174,7 @@ impl<S: Copy + PartialEq> Index<S> {
     /// Takes the page that goes next out of its file, and says where in the pool it is: to be discarded there, then released.
     pub fn evict(&mut self) -> Option<u32> {
         let Victim { place, file: slot, page, becomes_ghost } = self.queues.next_victim()?;
+        self.is_filling = false;
         self.charged_bytes -= charge(self.queues.bytes_of(place));
         if let Some(file) = self.files.at(slot) {
             let id = file.id;

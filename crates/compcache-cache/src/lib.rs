@@ -138,6 +138,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             written: WrittenPages::new(),
             charged_bytes: 0,
             limit_bytes,
+            is_filling: true,
         };
         let zero = || AtomicU64::new(0);
         let cache = Cache {
@@ -441,6 +442,7 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Changes the limit, in bytes; what does not fit any more goes at once, and the memory with the next compaction.
     pub fn set_limit_bytes(&self, limit_bytes: u64) {
         let index = &mut *self.lock();
+        index.is_filling |= limit_bytes > index.limit_bytes;
         index.limit_bytes = limit_bytes;
         index.ghost = ghost(limit_bytes);
         index.written.fit_buffers(WrittenPages::<S>::buffers_wanted(limit_bytes), Vec::new());
@@ -513,6 +515,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             self.flushed.fetch_add(1, Relaxed);
             self.release(index, place);
         }
+        index.is_filling |= index.queues.length() == 0;
     }
 
     /// Leaves to the store what the index does not take, of which it is told in steps.

@@ -14,7 +14,8 @@
 //! such read is a sign of reuse (in the paper the small queue asks for two, since there every access is seen).
 //!
 //! Example, 1000 pages: 100 may be in small. A page that comes when there are 150 in small makes the first of those go, or move to main if it was
-//! read; only when small has its tenth or less does main give one up.
+//! read; only when small has its tenth or less does main give one up. While nothing has to go yet, what is too much for small goes to main (as in the
+//! authors' own program, libCacheSim; the caller knows).
 //!
 //! A page is a *place*: a number from 0, which is also its index in the pool. Places are used again; each use has another version. 32
 //! bytes a place. Arithmetic only: no lock, no pool.
@@ -93,6 +94,11 @@ impl Queues {
         (self.places.capacity() * size_of::<Place>() + self.free.capacity() * size_of::<u32>()) as u64
     }
 
+    /// Whether the small queue has more than its share.
+    pub fn is_small_full(&self) -> bool {
+        self.small.length > self.length() / SMALL_SHARE
+    }
+
     /// A place for a page that is being stored; `None` when there are four billion.
     pub fn take(&mut self) -> Option<u32> {
         let place = match self.free.pop() {
@@ -157,7 +163,7 @@ impl Queues {
     /// The page that is to go: out of its queue, the place still taken. `None` if there is no page.
     pub fn next_victim(&mut self) -> Option<Victim> {
         loop {
-            let from_small = self.small.length > self.length() / SMALL_SHARE || self.main.length == 0;
+            let from_small = self.is_small_full() || self.main.length == 0;
             let place = if from_small { self.small.oldest } else { self.main.oldest };
             if place == NONE {
                 return None;

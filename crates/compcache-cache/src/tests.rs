@@ -161,6 +161,33 @@ fn what_was_written_again_or_at_the_same_time_is_not_kept() {
 }
 
 #[test]
+fn a_file_larger_than_the_cache_that_is_read_in_order_again_is_found_in_part() {
+    let (cache, mut worker) = cache(4 << 20);
+    let stamp = stamp_of_version(1);
+    let mut rounds = Vec::new();
+    const PAGES: u32 = 12_000;
+    for _ in 0..4 {
+        let (mut here, mut most) = (0, 0);
+        for page in 0..PAGES {
+            let token = cache.begin_read(id(1), stamp, true);
+            match got(&cache, &mut worker, token, page) {
+                Some(found) => {
+                    assert!(found == content(1, page, 1));
+                    here += 1;
+                }
+                None => cache.put(&mut worker, token, page, &[content(1, page, 1)]),
+            }
+            most = most.max(cache.stats().pages_stored);
+        }
+        rounds.push((here, most));
+    }
+    for (round, (here, most)) in rounds.into_iter().enumerate().skip(1) {
+        assert!(most < PAGES.into(), "all of it fits");
+        assert!(here > most / 5 * 4, "{here} of {most} pages that are there are found in round {round}");
+    }
+}
+
+#[test]
 fn writing_pushes_out_nothing_that_is_read() {
     let (cache, mut worker) = keeping(2 << 20);
     let stamp = stamp_of_version(1);
