@@ -58,7 +58,6 @@
 // ublk/control.rs and ublk/queue.rs, which put commands into an io_uring, and ublk/memory.rs, which maps what they need.
 #![deny(unsafe_code)]
 
-mod aligned;
 mod array;
 mod cached;
 mod checked;

@@ -1,4 +1,4 @@
-//! Which pages left the small queue a short while ago: a fingerprint of each, and nothing else.
+//! Which pages left the small queue, or were not taken into it, a short while ago: a fingerprint of each, and nothing else.
 //!
 //! A table of buckets of four; each place holds 32 bits of a page's hash and the turn at which it left. A page is remembered while fewer turns
 //! have passed since than the table has places. A full bucket loses its oldest. A false match, one in some billions for each lookup, admits a page
@@ -44,13 +44,20 @@ impl Ghost {
         bucket[same.unwrap_or(oldest)] = u64::from(turn) << 32 | u64::from(print);
     }
 
-    /// Whether the page left a short while ago. It is forgotten by being asked.
+    /// Whether the page left a short while ago.
+    pub fn has(&mut self, file: FileId, page: u32) -> bool {
+        self.find(file, page).is_some()
+    }
+
+    /// The same; it is forgotten by being asked.
     pub fn take(&mut self, file: FileId, page: u32) -> bool {
+        self.find(file, page).map(|left| *left = 0).is_some()
+    }
+
+    fn find(&mut self, file: FileId, page: u32) -> Option<&mut Left> {
         let (span, turn) = (self.places.len() as u64, u64::from(self.turn));
         let (bucket, print) = self.bucket(file, page);
-        let recent = |left: &&mut Left| **left != 0 && **left as u32 == print && turn - (**left >> 32) < span;
-        let found = bucket.iter_mut().find(recent);
-        found.map(|left| *left = 0).is_some()
+        bucket.iter_mut().find(|left| **left != 0 && **left as u32 == print && turn - (**left >> 32) < span)
     }
 
     /// Where the page would be, and its fingerprint.

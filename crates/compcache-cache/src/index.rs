@@ -10,6 +10,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use crate::FileId;
+use crate::admission::Admission;
 use crate::ghost::{Ghost, hash};
 use crate::queues::{Queues, Victim};
 use crate::written::WrittenPages;
@@ -133,6 +134,7 @@ pub struct Index<S> {
     pub turns: Turns,
     pub queues: Queues,
     pub ghost: Ghost,
+    pub admission: Admission,
     pub written: WrittenPages<S>,
     /// What the pages in the queues are taken to cost, in bytes.
     pub charged_bytes: u64,
@@ -163,18 +165,19 @@ impl<S: Copy + PartialEq> Index<S> {
 
     /// Adds a stored page to a file. While there is room for all, main takes what the small queue has no room for: who reads a file in order that is larger
     /// than the cache, again and again, then finds its beginning, where a queue alone would have none of it at any time.
-    pub fn admit(&mut self, slot: u32, page: u32, place: u32, bytes: u16, to_main: bool) {
+    pub fn admit(&mut self, slot: u32, page: u32, place: u32, bytes: u16, is_of_read: bool, to_main: bool) {
         let Some(file) = self.files.at(slot) else { return };
         file.pages.insert(page, place);
         let to_main = to_main || self.is_filling && self.queues.is_small_full();
-        self.queues.admit(place, slot, page, bytes, to_main);
+        self.queues.admit(place, (slot, page), bytes, is_of_read, to_main);
         self.charged_bytes += charge(bytes);
     }
 
     /// Takes the page that goes next out of its file, and says where in the pool it is: to be discarded there, then released.
     pub fn evict(&mut self) -> Option<u32> {
-        let Victim { place, file: slot, page, becomes_ghost } = self.queues.next_victim()?;
+        let Victim { place, file: slot, page, becomes_ghost, is_new } = self.queues.next_victim()?;
         self.is_filling = false;
+        self.admission.left_small(self.queues.take_found_in_small(), is_new.into());
         self.charged_bytes -= charge(self.queues.bytes_of(place));
         if let Some(file) = self.files.at(slot) {
             let id = file.id;

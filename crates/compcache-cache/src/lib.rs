@@ -39,6 +39,8 @@
 
 #![deny(unsafe_code)]
 
+mod admission;
+mod aligned;
 mod ghost;
 mod index;
 mod queues;
@@ -55,8 +57,10 @@ use compcache_store::{
 };
 use rustix::time::{ClockId, clock_gettime};
 
+pub use aligned::Aligned;
 pub use stats::CacheStats;
 
+use admission::Admission;
 use ghost::Ghost;
 use index::{Files, Index, Turns, charge};
 use queues::Queues;
@@ -135,6 +139,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             turns: Turns::new(),
             queues: Queues::new(),
             ghost: ghost(limit_bytes),
+            admission: Admission::default(),
             written: WrittenPages::new(),
             charged_bytes: 0,
             limit_bytes,
@@ -231,6 +236,11 @@ impl<S: Copy + PartialEq> Cache<S> {
         }
     }
 
+    /// Pages were read below, so many in this time: what it saves to find one here, by which it is decided whether new ones are taken (`admission`).
+    pub fn took_below(&self, pages: usize, took: Duration) {
+        self.lock().admission.took_below(pages, took);
+    }
+
     /// Stores pages that were read below since `token` was given, those from `first` on. To be called once for each run, and with
     /// none if nothing was read.
     pub fn put(&self, worker: &mut Worker, token: Token, first: u32, pages: &[Page]) {
@@ -251,6 +261,7 @@ impl<S: Copy + PartialEq> Cache<S> {
         let count = self.reserve(token, first, pages.len(), &mut places);
         let places = &places[..count];
         let (mut written, mut is_full) = ([None; AT_ONCE], false);
+        let begun = Instant::now();
         for ((page, place), written) in places.iter().zip(&mut written) {
             if !is_full {
                 let page = &pages[(page - first) as usize];
@@ -258,7 +269,9 @@ impl<S: Copy + PartialEq> Cache<S> {
                 is_full = written.is_none();
             }
         }
+        let took = begun.elapsed();
         let index = &mut *self.lock();
+        index.admission.took_compressing(count, took);
         let is_good = index.is_good(token);
         for ((page, place), written) in places.iter().zip(written) {
             self.settle(index, token.slot, *page, *place, written.filter(|_| is_good), false);
@@ -351,21 +364,27 @@ impl<S: Copy + PartialEq> Cache<S> {
         }
     }
 
-    /// Takes places for the pages that are not here yet, and says for how many; none if the token is void.
+    /// Takes places for the pages that are not here yet and are wanted, and says for how many; none if the token is void.
     fn reserve(&self, token: Token, first: u32, count: usize, places: &mut [(u32, u32); AT_ONCE]) -> usize {
         let index = &mut *self.lock();
         if !index.is_good(token) || index.limit_bytes < LEAST_BYTES {
             return 0;
         }
-        let mut taken = 0;
+        let takes_new = index.is_filling || index.admission.takes_new();
+        let (mut taken, mut left_out) = (0, 0);
         for page in first..first.saturating_add(count as u32) {
-            if index.files.at(token.slot).is_some_and(|file| !file.pages.contains_key(&page))
-                && let Some(place) = index.queues.take()
-            {
+            if index.files.at(token.slot).is_none_or(|file| file.pages.contains_key(&page)) {
+                continue;
+            }
+            if !takes_new && !index.ghost.has(token.id, page) {
+                index.ghost.remember(token.id, page);
+                left_out += 1;
+            } else if let Some(place) = index.queues.take() {
                 places[taken] = (page, place);
                 taken += 1;
             }
         }
+        self.rejected.fetch_add(left_out, Relaxed);
         taken
     }
 
@@ -401,7 +420,7 @@ impl<S: Copy + PartialEq> Cache<S> {
                 return self.release(index, place);
             }
         };
-        index.admit(slot, page, place, bytes, was_ghost);
+        index.admit(slot, page, place, bytes, !is_of_write, was_ghost);
         self.stored.fetch_add(1, Relaxed);
     }
 

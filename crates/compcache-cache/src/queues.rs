@@ -23,6 +23,8 @@
 //! # Source
 //! J. Yang, Y. Zhang, Z. Qiu, Y. Yue, R. Vinayak: FIFO queues are all you need for cache eviction, SOSP 2023.
 
+use std::mem;
+
 /// No place.
 const NONE: u32 = u32::MAX;
 /// One of so many pages is in the small queue.
@@ -49,6 +51,8 @@ struct Place {
     bytes: u16,
     reads: u8,
     state: State,
+    /// It came because somebody read it, not because somebody wrote it.
+    is_of_read: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -70,6 +74,8 @@ pub struct Victim {
     pub page: u32,
     /// It was new: should it come again soon, it is no longer.
     pub becomes_ghost: bool,
+    /// The same, and it was somebody's read that it came by.
+    pub is_new: bool,
 }
 
 pub struct Queues {
@@ -77,11 +83,13 @@ pub struct Queues {
     free: Vec<u32>,
     small: Queue,
     main: Queue,
+    /// Pages that came by a read and were found in the small queue when they had to leave it.
+    found_in_small: u32,
 }
 
 impl Queues {
     pub fn new() -> Queues {
-        Queues { places: Vec::new(), free: Vec::new(), small: Queue::EMPTY, main: Queue::EMPTY }
+        Queues { places: Vec::new(), free: Vec::new(), small: Queue::EMPTY, main: Queue::EMPTY, found_in_small: 0 }
     }
 
     /// Pages in the queues.
@@ -114,6 +122,7 @@ impl Queues {
                     bytes: 0,
                     reads: 0,
                     state: State::Free,
+                    is_of_read: false,
                 };
                 self.places.push(fresh);
                 // All may be given back without asking for memory.
@@ -128,10 +137,10 @@ impl Queues {
     }
 
     /// The page at a place that was taken is stored: it is the newest of a queue.
-    pub fn admit(&mut self, place: u32, file: u32, page: u32, bytes: u16, to_main: bool) {
+    pub fn admit(&mut self, place: u32, (file, page): (u32, u32), bytes: u16, is_of_read: bool, to_main: bool) {
         let state = if to_main { State::Main } else { State::Small };
         let at = &mut self.places[place as usize];
-        (at.file, at.page, at.bytes, at.reads) = (file, page, bytes, 0);
+        (at.file, at.page, at.bytes, at.reads, at.is_of_read) = (file, page, bytes, 0, is_of_read);
         self.push(place, state);
     }
 
@@ -171,11 +180,18 @@ impl Queues {
             self.unlink(place);
             let at = &mut self.places[place as usize];
             if at.reads == 0 {
-                return Some(Victim { place, file: at.file, page: at.page, becomes_ghost: from_small });
+                let is_new = from_small && at.is_of_read;
+                return Some(Victim { place, file: at.file, page: at.page, becomes_ghost: from_small, is_new });
             }
+            self.found_in_small += u32::from(from_small && at.is_of_read);
             at.reads = if from_small { 0 } else { at.reads - 1 };
             self.push(place, State::Main);
         }
+    }
+
+    /// How many pages that came by a read have left the small queue for main, since this was last asked.
+    pub fn take_found_in_small(&mut self) -> u32 {
+        mem::take(&mut self.found_in_small)
     }
 
     fn queue(&mut self, state: State) -> Option<&mut Queue> {
@@ -227,7 +243,7 @@ mod tests {
 
     fn add(queues: &mut Queues, page: u32, to_main: bool) -> u32 {
         let place = queues.take().unwrap();
-        queues.admit(place, 0, page, 1000, to_main);
+        queues.admit(place, (0, page), 1000, true, to_main);
         place
     }
 

@@ -32,7 +32,11 @@ impl CacheStats {
         ("hit_percent", CacheStats::hit_percent, "succ_gets of both, in hundredths."),
         ("puts", |s| s.puts, "Pages that were stored."),
         ("failed_puts", |s| s.failed_puts, "Pages that were not: the limit, or a write came between."),
-        ("rejected_puts", |s| s.rejected_puts, "Pages that do not compress and were seen for the first time."),
+        (
+            "rejected_puts",
+            |s| s.rejected_puts,
+            "Pages seen for the first time that do not compress, or were not worth the time.",
+        ),
         ("flushes", |s| s.flushes, "Stored pages that were dropped because they were written to, or the file changed."),
         ("evictions", |s| s.evictions, "Stored pages that others took the place of."),
         ("files", |s| s.files, "Files with stored pages."),

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use fuser::{FileHandle, FileType};
 use rustix::io::{self, Errno};
@@ -14,6 +14,8 @@ use crate::inodes::Node;
 /// An open file.
 pub struct OpenFile {
     pub fd: OwnedFd,
+    /// The same file for direct reads, once one was wanted; `None` where there are none.
+    pub direct: OnceLock<Option<OwnedFd>>,
     pub node: Arc<Node>,
     /// Opened for writing.
     pub writes: bool,

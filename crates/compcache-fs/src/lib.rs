@@ -22,7 +22,7 @@
 //! nothing else, one of these at a time: the table of inodes, the tables of handles, that of watches, a node's name or stamp, the cache's index (inside of it, the
 //! store's own).
 
-// Lifted for sys.rs, which makes two system calls that no safe function makes.
+// Lifted for sys.rs, which makes three system calls that no safe function makes.
 #![deny(unsafe_code)]
 
 mod caller;

@@ -1,6 +1,6 @@
 //! The system calls that only this module may make.
 
-use std::os::fd::{AsFd, IntoRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
 
 use rustix::io;
 use rustix::thread::{UnshareFlags, unshare_unsafe};
@@ -18,4 +18,19 @@ pub fn close_report(file: impl AsFd) -> io::Result<()> {
     // SAFETY: the number is a fresh duplicate's, given up by its owner in this very expression; nobody else closes or uses it. A mistake
     // could close a descriptor that another thread has just been given.
     unsafe { io::try_close(copy.into_raw_fd()) }
+}
+
+/// cachestat(2) of Linux 6.5; the number is the same everywhere.
+const SYS_CACHESTAT: libc::c_long = 451;
+
+/// Whether the kernel has pages of this range of a file in its page cache, or may have: before Linux 6.5, and of a file that is neither ours nor
+/// may be written by us, it does not say.
+pub fn has_cached(file: impl AsFd, offset_bytes: u64, length_bytes: u64) -> bool {
+    // Where from and how long; then how many pages there are, dirty ones, and three more numbers.
+    let (range, mut counts) = ([offset_bytes, length_bytes], [0u64; 5]);
+    // SAFETY: the kernel reads two numbers, which have the layout of its struct cachestat_range, and writes five, those of its struct cachestat;
+    // both live until it returns. A wrong number of a call, on some kernel, could do anything to what these name; this one is either cachestat or none.
+    let done =
+        unsafe { libc::syscall(SYS_CACHESTAT, file.as_fd().as_raw_fd(), range.as_ptr(), counts.as_mut_ptr(), 0) };
+    done != 0 || counts[0] != 0
 }

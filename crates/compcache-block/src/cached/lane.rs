@@ -4,6 +4,7 @@ use std::array;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Instant;
 
 use compcache_cache::Writing;
 use compcache_store::{Page, Worker};
@@ -109,8 +110,12 @@ impl CachedLane {
         while let Some(start) = found[next..].iter().position(|found| !found).map(|ahead| next + ahead) {
             next = found[start..].iter().position(|found| *found).map_or(found.len(), |length| start + length);
             let missing = &mut into[start..next];
+            let begun = Instant::now();
             let read = self.below.read((first + start as u64) * BLOCK, missing.as_flattened_mut(), manner);
             self.disk.count(&read, &self.disk.counted.reads, missing.len() as u64);
+            if is_done(&read) {
+                cache.took_below(missing.len(), begun.elapsed());
+            }
             let kept = if is_done(&read) { missing } else { &mut [] };
             cache.put(&mut self.worker, token, page + start as u32, kept);
             done!(read);

@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use compcache_cache::Aligned;
 use rustix::io::Errno;
 
 use super::{Origin, below};
-use crate::aligned::Aligned;
 use crate::device::{BLOCK_BYTES, Extent, Lane, Manner, Outcome, Request, Zeroes, check_range};
 use crate::error::DeviceError;
 use crate::range::{Part, Split};

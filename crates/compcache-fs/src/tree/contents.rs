@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::mem;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use compcache_store::Page;
 use fuser::{FileHandle, FopenFlags, INodeNo, OpenFlags, WriteFlags};
@@ -69,7 +69,8 @@ impl Tree {
         // Before it is looked at: what comes later is heard.
         let watched = self.watches.as_ref().is_some_and(|watches| watches.begin(&node));
         how.set(FopenFlags::FOPEN_KEEP_CACHE, self.may_keep(&fd, &node));
-        (self.files.add(OpenFile { fd, node, writes, watched, position: Mutex::new(()) }), how)
+        let (direct, position) = (OnceLock::new(), Mutex::new(()));
+        (self.files.add(OpenFile { fd, direct, node, writes, watched, position }), how)
     }
 
     /// Whether the file is what it was when the kernel was last told so: then it may keep what it has of it.

@@ -1,8 +1,9 @@
-//! Memory that direct input and output takes: aligned to blocks.
+//! Memory that direct input and output takes: aligned to pages.
 
-use crate::device::BLOCK_BYTES;
+const PAGE_BYTES: usize = 4096;
 
-pub(crate) struct Aligned {
+/// Bytes that begin where a page does.
+pub struct Aligned {
     bytes: Vec<u8>,
     start: usize,
     length_bytes: usize,
@@ -11,11 +12,12 @@ pub(crate) struct Aligned {
 impl Aligned {
     /// `length_bytes` zeroes, of which none takes memory before it is written to.
     pub fn new(length_bytes: usize) -> Aligned {
-        let bytes = vec![0; length_bytes + BLOCK_BYTES];
-        let start = bytes.as_ptr().align_offset(BLOCK_BYTES);
+        let bytes = vec![0; length_bytes + PAGE_BYTES];
+        let start = bytes.as_ptr().align_offset(PAGE_BYTES);
         Aligned { bytes, start, length_bytes }
     }
 
+    /// All of them.
     pub fn bytes(&mut self) -> &mut [u8] {
         &mut self.bytes[self.start..][..self.length_bytes]
     }
