@@ -44,6 +44,7 @@ mod aligned;
 mod ghost;
 mod index;
 mod queues;
+mod runs;
 mod stats;
 mod written;
 
@@ -58,6 +59,7 @@ use compcache_store::{
 use rustix::time::{ClockId, clock_gettime};
 
 pub use aligned::Aligned;
+pub use runs::missing;
 pub use stats::CacheStats;
 
 use admission::Admission;
@@ -241,7 +243,7 @@ impl<S: Copy + PartialEq> Cache<S> {
         self.lock().admission.took_below(pages, took);
     }
 
-    /// Stores pages that were read below since `token` was given, those from `first` on. To be called once for each run, and with
+    /// Stores pages that were read below since `token` was given, those from `first` on that are not here. To be called once for each run, and with
     /// none if nothing was read.
     pub fn put(&self, worker: &mut Worker, token: Token, first: u32, pages: &[Page]) {
         let (mut next, mut is_full) = (first, false);

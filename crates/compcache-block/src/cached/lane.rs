@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
-use compcache_cache::Writing;
+use compcache_cache::{Writing, missing};
 use compcache_store::{Page, Worker};
 
 use super::{Cached, SEGMENT_BLOCKS, place_of};
@@ -106,18 +106,16 @@ impl CachedLane {
         let found = &mut self.found[..into.len()];
         let token = cache.begin_read(id, (), true);
         cache.get(&mut self.worker, token, page, into, found);
-        let mut next = 0;
-        while let Some(start) = found[next..].iter().position(|found| !found).map(|ahead| next + ahead) {
-            next = found[start..].iter().position(|found| *found).map_or(found.len(), |length| start + length);
-            let missing = &mut into[start..next];
+        for run in missing(found) {
+            let blocks = &mut into[run.clone()];
             let begun = Instant::now();
-            let read = self.below.read((first + start as u64) * BLOCK, missing.as_flattened_mut(), manner);
-            self.disk.count(&read, &self.disk.counted.reads, missing.len() as u64);
+            let read = self.below.read((first + run.start as u64) * BLOCK, blocks.as_flattened_mut(), manner);
+            self.disk.count(&read, &self.disk.counted.reads, blocks.len() as u64);
             if is_done(&read) {
-                cache.took_below(missing.len(), begun.elapsed());
+                cache.took_below(found[run.clone()].iter().filter(|found| !**found).count(), begun.elapsed());
             }
-            let kept = if is_done(&read) { missing } else { &mut [] };
-            cache.put(&mut self.worker, token, page + start as u32, kept);
+            let kept = if is_done(&read) { blocks } else { &mut [] };
+            cache.put(&mut self.worker, token, page + run.start as u32, kept);
             done!(read);
         }
         Ok(Outcome::Done(()))

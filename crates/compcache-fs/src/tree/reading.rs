@@ -5,7 +5,8 @@
 //! 1. look at the file: its stamp
 //! 2. `begin_read`: what was cached under another stamp goes; a token
 //! 3. `get` the pages that are cached
-//! 4. read the others below, in runs: long ones of which nothing is in the page cache below directly, others through that
+//! 4. read the others below, in runs, over what lies between two of them: long ones of which nothing is in the page cache below directly, others
+//!    through that
 //! 5. answer
 //! 6. look at the file again: the same stamp, or what was read may be of two versions, and is not kept
 //! 7. `put` what was read
@@ -13,11 +14,10 @@
 //! A page enters the cache behind the answer, so whoever reads does not wait for the compression.
 
 use std::cell::RefCell;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
-use compcache_cache::{Aligned, Token};
+use compcache_cache::{Aligned, Token, missing};
 use compcache_store::{Page, Worker};
 use fuser::{FileHandle, ReplyData};
 use rustix::fs::{AtFlags, OFlags, Statx, StatxFlags, fcntl_getfl, statx};
@@ -195,30 +195,5 @@ impl Tree {
         for run in missing(found) {
             self.cache.put(worker, token, first + run.start as u32, &pages[run]);
         }
-    }
-}
-
-/// The runs of pages that were not found.
-fn missing(found: &[bool]) -> impl Iterator<Item = Range<usize>> {
-    let mut next = 0;
-    std::iter::from_fn(move || {
-        let start = next + found[next..].iter().position(|found| !found)?;
-        let end = found[start..].iter().position(|found| *found).map_or(found.len(), |length| start + length);
-        next = end;
-        Some(start..end)
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn runs_are_what_was_not_found() {
-        let runs = |found: &[bool]| missing(found).collect::<Vec<_>>();
-        let (yes, no) = (true, false);
-        assert_eq!(runs(&[]), []);
-        assert_eq!(runs(&[yes, yes]), []);
-        assert_eq!(runs(&[no, no, yes, no]), [0..2, 3..4]);
     }
 }
