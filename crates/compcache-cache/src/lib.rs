@@ -260,7 +260,7 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Returns whether the store was full.
     fn put_some(&self, worker: &mut Worker, token: Token, first: u32, pages: &[Page]) -> bool {
         let mut places = [(0, 0); AT_ONCE];
-        let count = self.reserve(token, first, pages.len(), &mut places);
+        let (count, is_known) = self.reserve(token, first, pages.len(), &mut places);
         let places = &places[..count];
         let (mut written, mut is_full) = ([None; AT_ONCE], false);
         let begun = Instant::now();
@@ -276,7 +276,8 @@ impl<S: Copy + PartialEq> Cache<S> {
         index.admission.took_compressing(count, took);
         let is_good = index.is_good(token);
         for ((page, place), written) in places.iter().zip(written) {
-            self.settle(index, token.slot, *page, *place, written.filter(|_| is_good), false);
+            let comes = if is_known { Comes::Again } else { Comes::Read };
+            self.settle(index, token.slot, *page, *place, written.filter(|_| is_good), comes);
         }
         self.trim(index, is_full);
         is_full
@@ -345,7 +346,7 @@ impl<S: Copy + PartialEq> Cache<S> {
                 let slot = index.files.make(waiting.id);
                 let seen = index.files.at(slot).map(|file| *file.seen.get_or_insert(waiting.stamp));
                 let stored = stored.filter(|_| seen == Some(waiting.stamp));
-                self.settle(index, slot, waiting.page, place, stored, true);
+                self.settle(index, slot, waiting.page, place, stored, Comes::Written);
                 index.files.tidy(slot);
             }
             index.written.kept();
@@ -366,18 +367,26 @@ impl<S: Copy + PartialEq> Cache<S> {
         }
     }
 
-    /// Takes places for the pages that are not here yet and are wanted, and says for how many; none if the token is void.
-    fn reserve(&self, token: Token, first: u32, count: usize, places: &mut [(u32, u32); AT_ONCE]) -> usize {
+    /// Takes places for the pages that are not here yet and are wanted, and says for how many, and whether most of those that are not here are known to the ghost;
+    /// for none if the token is void.
+    fn reserve(&self, token: Token, first: u32, count: usize, places: &mut [(u32, u32); AT_ONCE]) -> (usize, bool) {
         let index = &mut *self.lock();
         if !index.is_good(token) || index.limit_bytes < LEAST_BYTES {
-            return 0;
+            return (0, false);
         }
-        let takes_new = index.is_filling || index.admission.takes_new();
-        let (mut taken, mut left_out) = (0, 0);
+        let (mut pages, mut absent, mut known) = ([0; AT_ONCE], 0, 0);
         for page in first..first.saturating_add(count as u32) {
-            if index.files.at(token.slot).is_none_or(|file| file.pages.contains_key(&page)) {
-                continue;
+            if index.files.at(token.slot).is_some_and(|file| !file.pages.contains_key(&page)) {
+                pages[absent] = page;
+                absent += 1;
+                known += usize::from(index.ghost.has(token.id, page));
             }
+        }
+        // They were read together, and will be: one that is missing costs as much as all. The ghost forgets some before others.
+        let is_known = 2 * known > absent;
+        let takes_new = is_known || index.is_filling || index.admission.takes_new();
+        let (mut taken, mut left_out) = (0, 0);
+        for &page in &pages[..absent] {
             if !takes_new && !index.ghost.has(token.id, page) {
                 index.ghost.remember(token.id, page);
                 left_out += 1;
@@ -387,19 +396,11 @@ impl<S: Copy + PartialEq> Cache<S> {
             }
         }
         self.rejected.fetch_add(left_out, Relaxed);
-        taken
+        (taken, is_known)
     }
 
-    /// Decides of one page that was written to the pool: admitted, or let go of. That somebody writes it is no sign that it is read.
-    fn settle(
-        &self,
-        index: &mut Index<S>,
-        slot: u32,
-        page: u32,
-        place: u32,
-        stored: Option<Written>,
-        is_of_write: bool,
-    ) {
+    /// Decides of one page that was written to the pool: admitted, or let go of.
+    fn settle(&self, index: &mut Index<S>, slot: u32, page: u32, place: u32, stored: Option<Written>, comes: Comes) {
         let Some((written, file)) = stored.zip(index.files.at(slot)) else {
             self.refused.fetch_add(1, Relaxed);
             return self.release(index, place);
@@ -409,20 +410,20 @@ impl<S: Copy + PartialEq> Cache<S> {
             // Another read of the same page was quicker.
             return self.release(index, place);
         }
-        let was_ghost = !is_of_write && index.ghost.take(id, page);
+        let is_again = comes != Comes::Written && (index.ghost.take(id, page) || comes == Comes::Again);
         let bytes = match written {
             Written::SameFilled => 0,
             Written::Compressed { bytes } => bytes,
-            Written::Raw if was_ghost => 4096,
+            Written::Raw if is_again => 4096,
             Written::Raw => {
-                if !is_of_write {
+                if comes != Comes::Written {
                     index.ghost.remember(id, page);
                 }
                 self.rejected.fetch_add(1, Relaxed);
                 return self.release(index, place);
             }
         };
-        index.admit(slot, page, place, bytes, !is_of_write, was_ghost);
+        index.admit(slot, page, place, bytes, comes != Comes::Written, is_again);
         self.stored.fetch_add(1, Relaxed);
     }
 
@@ -573,6 +574,17 @@ impl<S> Index<S> {
         let is_same = turn.generation == token.generation && turn.writers == 0;
         token.keeps && is_same && self.files.at(token.slot).is_some_and(|file| file.id == token.id)
     }
+}
+
+/// Why a page is to be stored.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Comes {
+    /// It was read below.
+    Read,
+    /// The same, and most of those that were read with it are known to the ghost.
+    Again,
+    /// Somebody wrote it, which is no sign that it is read.
+    Written,
 }
 
 /// A write under way.
