@@ -1,6 +1,6 @@
 //! Scenario `limits`: what the limit of one pool is worth, from 1 to 50 percent of the file that it caches.
 //!
-//! Document 001 of compcache leaves it to be done: "per-pool limits". A file is read in three orders ([`Order`]) by a worker whose own page cache
+//! Document 001 of compcache leaves it to be done: "per-pool limits". A file is read in three orders ([`ORDERS`]) by a worker whose own page cache
 //! stays the same, a sixteenth of the file, while the pool's limit grows from turn to turn. Beside each limit stands the kernel alone, whose page cache has
 //! all the memory that ours has there: the worker's, the pool, and what the server needs ([`Memory`]).
 //!

@@ -10,7 +10,7 @@
 //! | a fast disk, in order             | 3     | 2.5   | 83 %                                   |
 //!
 //! The share that is taken goes from all to a sixteenth, in halves, and is looked at whenever 512 pages have left the small queue; it never is nothing, so
-//! that `p` is known. Who is not taken is remembered as a ghost, and taken for certain should he come again: a scan costs no compression then, and what is
+//! that `p` is known. Who is not taken is remembered as a ghost, and taken for certain should he come again while the ghost knows him: a scan costs no compression then, and what is
 //! used again is found from the third time on instead of the second. A run of pages that was read at once is taken whole or not at all.
 //!
 //! While there is room for all, all are taken. Arithmetic only.
@@ -47,7 +47,8 @@ impl PerPage {
 pub struct Admission {
     /// Of 2 to the power of this new runs one is taken.
     shift: u32,
-    runs: u32,
+    /// The last random number.
+    random: u64,
     /// Pages that left the small queue since the last look, and those of them that were found there.
     left: u32,
     found: u32,
@@ -58,8 +59,14 @@ pub struct Admission {
 impl Admission {
     /// Whether a run of new pages is to be taken.
     pub fn takes_new(&mut self) -> bool {
-        self.runs = self.runs.wrapping_add(1);
-        self.runs & ((1 << self.shift) - 1) == 0
+        // Knuth's linear congruential generator (MMIX), of which the upper bits are good: who reads in turns must not always meet the same turn.
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.random >> 32 & ((1 << self.shift) - 1) == 0
+    }
+
+    /// Whether not all are taken.
+    pub fn is_choosy(&self) -> bool {
+        self.shift > 0
     }
 
     /// So many pages were read below in this time.
@@ -69,7 +76,9 @@ impl Admission {
 
     /// So many pages were compressed in this time.
     pub fn took_compressing(&mut self, pages: usize, took: Duration) {
-        self.compressed.add(pages, took);
+        if pages > 0 {
+            self.compressed.add(pages, took);
+        }
     }
 
     /// Pages left the small queue: so many that were found there, and others.
@@ -96,8 +105,10 @@ impl Admission {
 mod tests {
     use super::*;
 
-    fn taken_of_16(admission: &mut Admission) -> usize {
-        (0..16).filter(|_| admission.takes_new()).count()
+    /// How many of 16 are taken, in the mean.
+    fn taken_of_16(admission: &mut Admission) -> u64 {
+        let taken = (0..16_000).filter(|_| admission.takes_new()).count();
+        (taken as f64 / 1000.0).round() as u64
     }
 
     #[test]

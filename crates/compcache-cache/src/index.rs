@@ -139,7 +139,7 @@ pub struct Index<S> {
     /// What the pages in the queues are taken to cost, in bytes.
     pub charged_bytes: u64,
     pub limit_bytes: u64,
-    /// Nothing had to go since it was empty, or had more room.
+    /// Nothing had to go since most of it was empty, or its limit was raised.
     pub is_filling: bool,
 }
 
@@ -173,11 +173,25 @@ impl<S: Copy + PartialEq> Index<S> {
         self.charged_bytes += charge(bytes);
     }
 
-    /// Takes the page that goes next out of its file, and says where in the pool it is: to be discarded there, then released.
-    pub fn evict(&mut self) -> Option<u32> {
+    /// What the charges are kept below: so many sixteenths of the limit, without what the index has of its own.
+    pub fn target_bytes(&self, sixteenths: u64) -> u64 {
+        (self.limit_bytes / 16 * sixteenths).saturating_sub(self.ghost.bytes() + self.written.bytes())
+    }
+
+    /// Whether so many pages more would push out none, whatever they compress to.
+    pub fn has_room(&self, pages: u64) -> bool {
+        self.charged_bytes + pages * charge(4096) <= self.target_bytes(15)
+    }
+
+    /// Takes the page that goes next out of its file, and says where in the pool it is: to be discarded there, then released. In the common way one
+    /// goes for another; else many at once, long before their time.
+    pub fn evict(&mut self, is_common: bool) -> Option<u32> {
         let Victim { place, file: slot, page, becomes_ghost, is_new } = self.queues.next_victim()?;
         self.is_filling = false;
-        self.admission.left_small(self.queues.take_found_in_small(), is_new.into());
+        let found = self.queues.take_found_in_small();
+        if is_common {
+            self.admission.left_small(found, is_new.into());
+        }
         self.charged_bytes -= charge(self.queues.bytes_of(place));
         if let Some(file) = self.files.at(slot) {
             let id = file.id;

@@ -59,7 +59,7 @@ use compcache_store::{
 use rustix::time::{ClockId, clock_gettime};
 
 pub use aligned::Aligned;
-pub use runs::missing;
+pub use runs::{exactly_missing, missing};
 pub use stats::CacheStats;
 
 use admission::Admission;
@@ -246,9 +246,10 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Stores pages that were read below since `token` was given, those from `first` on that are not here. To be called once for each run, and with
     /// none if nothing was read.
     pub fn put(&self, worker: &mut Worker, token: Token, first: u32, pages: &[Page]) {
+        let wanted = self.decide(token, first, pages.len());
         let (mut next, mut is_full) = (first, false);
         for pages in pages.chunks(AT_ONCE) {
-            is_full |= self.put_some(worker, token, next, pages);
+            is_full |= self.put_some(worker, token, wanted, next, pages);
             next = next.saturating_add(AT_ONCE as u32);
         }
         self.lock().files.tidy(token.slot);
@@ -258,9 +259,9 @@ impl<S: Copy + PartialEq> Cache<S> {
     }
 
     /// Returns whether the store was full.
-    fn put_some(&self, worker: &mut Worker, token: Token, first: u32, pages: &[Page]) -> bool {
+    fn put_some(&self, worker: &mut Worker, token: Token, wanted: Wanted, first: u32, pages: &[Page]) -> bool {
         let mut places = [(0, 0); AT_ONCE];
-        let (count, is_known) = self.reserve(token, first, pages.len(), &mut places);
+        let count = self.reserve(token, wanted, first, pages.len(), &mut places);
         let places = &places[..count];
         let (mut written, mut is_full) = ([None; AT_ONCE], false);
         let begun = Instant::now();
@@ -273,10 +274,10 @@ impl<S: Copy + PartialEq> Cache<S> {
         }
         let took = begun.elapsed();
         let index = &mut *self.lock();
-        index.admission.took_compressing(count, took);
+        index.admission.took_compressing(written.iter().flatten().count(), took);
         let is_good = index.is_good(token);
         for ((page, place), written) in places.iter().zip(written) {
-            let comes = if is_known { Comes::Again } else { Comes::Read };
+            let comes = if wanted == Wanted::Again { Comes::Again } else { Comes::Read };
             self.settle(index, token.slot, *page, *place, written.filter(|_| is_good), comes);
         }
         self.trim(index, is_full);
@@ -286,8 +287,7 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Lets go of what has become too much.
     fn trim(&self, index: &mut Index<S>, is_full: bool) {
         self.fit_store(index);
-        let target = index.limit_bytes / 16 * if is_full { 12 } else { 15 };
-        self.shrink(index, target.saturating_sub(index.ghost.bytes() + index.written.bytes()));
+        self.shrink(index, index.target_bytes(if is_full { 12 } else { 15 }), !is_full);
     }
 
     /// Stores pages that were written and wait for it; if there are none, waits for them, for so long at most. For one thread,
@@ -367,27 +367,53 @@ impl<S: Copy + PartialEq> Cache<S> {
         }
     }
 
-    /// Takes places for the pages that are not here yet and are wanted, and says for how many, and whether most of those that are not here are known to the ghost;
-    /// for none if the token is void.
-    fn reserve(&self, token: Token, first: u32, count: usize, places: &mut [(u32, u32); AT_ONCE]) -> (usize, bool) {
+    /// Decides what is wanted of a run of pages that were read together.
+    fn decide(&self, token: Token, first: u32, count: usize) -> Wanted {
         let index = &mut *self.lock();
+        let pages = first..first.saturating_add(count as u32);
         if !index.is_good(token) || index.limit_bytes < LEAST_BYTES {
-            return (0, false);
+            // The record went while they were read, perhaps because nothing of the file was wanted.
+            if token.keeps && index.admission.is_choosy() {
+                pages.for_each(|page| index.ghost.remember(token.id, page));
+            }
+            return Wanted::Known;
         }
-        let (mut pages, mut absent, mut known) = ([0; AT_ONCE], 0, 0);
-        for page in first..first.saturating_add(count as u32) {
+        let (mut absent, mut known) = (0, 0);
+        for page in pages {
             if index.files.at(token.slot).is_some_and(|file| !file.pages.contains_key(&page)) {
-                pages[absent] = page;
                 absent += 1;
-                known += usize::from(index.ghost.has(token.id, page));
+                known += u64::from(index.ghost.has(token.id, page));
             }
         }
         // They were read together, and will be: one that is missing costs as much as all. The ghost forgets some before others.
-        let is_known = 2 * known > absent;
-        let takes_new = is_known || index.is_filling || index.admission.takes_new();
+        if 2 * known > absent {
+            Wanted::Again
+        } else if absent > 0 && (index.is_filling || index.has_room(absent) || index.admission.takes_new()) {
+            Wanted::All
+        } else {
+            Wanted::Known
+        }
+    }
+
+    /// Takes places for the pages that are not here yet and are wanted, and says for how many; none if the token is void.
+    fn reserve(
+        &self,
+        token: Token,
+        wanted: Wanted,
+        first: u32,
+        count: usize,
+        places: &mut [(u32, u32); AT_ONCE],
+    ) -> usize {
+        let index = &mut *self.lock();
+        if !index.is_good(token) || index.limit_bytes < LEAST_BYTES {
+            return 0;
+        }
         let (mut taken, mut left_out) = (0, 0);
-        for &page in &pages[..absent] {
-            if !takes_new && !index.ghost.has(token.id, page) {
+        for page in first..first.saturating_add(count as u32) {
+            if index.files.at(token.slot).is_none_or(|file| file.pages.contains_key(&page)) {
+                continue;
+            }
+            if wanted == Wanted::Known && !index.ghost.has(token.id, page) {
                 index.ghost.remember(token.id, page);
                 left_out += 1;
             } else if let Some(place) = index.queues.take() {
@@ -396,7 +422,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             }
         }
         self.rejected.fetch_add(left_out, Relaxed);
-        (taken, is_known)
+        taken
     }
 
     /// Decides of one page that was written to the pool: admitted, or let go of.
@@ -469,8 +495,8 @@ impl<S: Copy + PartialEq> Cache<S> {
         index.ghost = ghost(limit_bytes);
         index.written.fit_buffers(WrittenPages::<S>::buffers_wanted(limit_bytes), Vec::new());
         self.fit_store(index);
-        let target = if limit_bytes < LEAST_BYTES { 0 } else { limit_bytes / 16 * 15 };
-        self.shrink(index, target.saturating_sub(index.ghost.bytes() + index.written.bytes()));
+        let target = if limit_bytes < LEAST_BYTES { 0 } else { index.target_bytes(15) };
+        self.shrink(index, target, false);
     }
 
     /// Changes what pages are compressed with from now on.
@@ -537,7 +563,8 @@ impl<S: Copy + PartialEq> Cache<S> {
             self.flushed.fetch_add(1, Relaxed);
             self.release(index, place);
         }
-        index.is_filling |= index.queues.length() == 0;
+        // Most of it is gone: what comes now pushes out nothing.
+        index.is_filling |= index.charged_bytes <= index.target_bytes(15) / 2;
     }
 
     /// Leaves to the store what the index does not take, of which it is told in steps.
@@ -549,9 +576,10 @@ impl<S: Copy + PartialEq> Cache<S> {
         }
     }
 
-    fn shrink(&self, index: &mut Index<S>, target_bytes: u64) {
+    /// Lets pages go, as many as it takes; in the common way, where a page leaves for each that comes, how they fared in the small queue says something of new ones.
+    fn shrink(&self, index: &mut Index<S>, target_bytes: u64, is_common: bool) {
         while index.charged_bytes > target_bytes {
-            let Some(place) = index.evict() else { return };
+            let Some(place) = index.evict(is_common) else { return };
             self.evicted.fetch_add(1, Relaxed);
             self.release(index, place);
         }
@@ -574,6 +602,17 @@ impl<S> Index<S> {
         let is_same = turn.generation == token.generation && turn.writers == 0;
         token.keeps && is_same && self.files.at(token.slot).is_some_and(|file| file.id == token.id)
     }
+}
+
+/// What is wanted of a run of pages that were read together, and are not here.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Wanted {
+    /// Those that the ghost knows.
+    Known,
+    /// All.
+    All,
+    /// All, and most of them are known to the ghost.
+    Again,
 }
 
 /// Why a page is to be stored.

@@ -188,6 +188,48 @@ fn a_file_larger_than_the_cache_that_is_read_in_order_again_is_found_in_part() {
 }
 
 #[test]
+fn new_pages_are_taken_only_where_that_pays_and_all_while_there_is_room() {
+    let (cache, mut worker) = cache(2 << 20);
+    let stamp = stamp_of_version(1);
+    // Sixteen pages at a time, which it took no time to read below.
+    let mut read = |file: u64, first: u32| {
+        let token = cache.begin_read(id(file), stamp, true);
+        let (mut pages, mut found) = (vec![[0; 4096]; 16], vec![false; 16]);
+        cache.get(&mut worker, token, first, &mut pages, &mut found);
+        for (page, (content_now, found)) in (first..).zip(pages.iter_mut().zip(&found)) {
+            if *found {
+                assert!(*content_now == content(file, page, 1));
+            }
+            *content_now = content(file, page, 1);
+        }
+        cache.took_below(16, Duration::from_nanos(16));
+        cache.put(&mut worker, token, first, &pages);
+        cache.stats()
+    };
+    let filled = (0..40).map(|run| read(1, run * 16)).last().unwrap();
+    assert_eq!((filled.pages_stored, filled.rejected_puts), (640, 0), "there was room for all");
+    let scanned = (0..2000).map(|run| read(2, run * 16)).last().unwrap();
+    assert!(scanned.rejected_puts > 16_000, "most of 32 000 are not worth it: {scanned:?}");
+    // What was left out is known, and taken when it comes again.
+    let before = cache.stats();
+    let again = (1985..2000).map(|run| read(2, run * 16)).last().unwrap();
+    let (here, taken) = (again.succ_gets - before.succ_gets, again.puts - before.puts);
+    assert!(here + taken > 200, "{here} of 240 were here, {taken} were taken");
+    // Most of it is gone, though not all: there is room.
+    cache.drop_file(id(2));
+    let before = cache.stats();
+    assert!(before.pages_stored > 0, "{before:?}");
+    let refilled = (0..30).map(|run| read(3, run * 16)).last().unwrap();
+    assert_eq!(refilled.puts - before.puts, 480);
+    // A limit that is raised makes room, too.
+    (0..1000).for_each(|run| _ = read(4, run * 16));
+    cache.set_limit_bytes(8 << 20);
+    let before = cache.stats();
+    let raised = (0..40).map(|run| read(5, run * 16)).last().unwrap();
+    assert_eq!(raised.puts - before.puts, 640);
+}
+
+#[test]
 fn writing_pushes_out_nothing_that_is_read() {
     let (cache, mut worker) = keeping(2 << 20);
     let stamp = stamp_of_version(1);

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use fuser::{FileHandle, FileType};
@@ -14,8 +14,7 @@ use crate::inodes::Node;
 /// An open file.
 pub struct OpenFile {
     pub fd: OwnedFd,
-    /// The same file for direct reads, once one was wanted; `None` where there are none.
-    pub direct: OnceLock<Option<OwnedFd>>,
+    pub direct: Direct,
     pub node: Arc<Node>,
     /// Opened for writing.
     pub writes: bool,
@@ -23,6 +22,25 @@ pub struct OpenFile {
     pub watched: bool,
     /// Held by who uses the descriptor's position.
     pub position: Mutex<()>,
+}
+
+/// The same file for direct reads, opened when one is wanted for the first time.
+#[derive(Default)]
+pub struct Direct {
+    fd: OnceLock<Option<OwnedFd>>,
+    is_given_up: AtomicBool,
+}
+
+impl Direct {
+    /// The descriptor; `None` where there are no direct reads.
+    pub fn get(&self, open: impl FnOnce() -> Option<OwnedFd>) -> Option<&OwnedFd> {
+        self.fd.get_or_init(open).as_ref().filter(|_| !self.is_given_up.load(Relaxed))
+    }
+
+    /// One failed: there will be no more.
+    pub fn give_up(&self) {
+        self.is_given_up.store(true, Relaxed);
+    }
 }
 
 /// A name in a directory, as it was read.
@@ -72,6 +90,11 @@ impl<T> Handles<T> {
 
     pub fn get(&self, handle: FileHandle) -> io::Result<Arc<T>> {
         self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned().ok_or(Errno::BADF)
+    }
+
+    /// How many are open.
+    pub fn count(&self) -> usize {
+        self.open.read().unwrap_or_else(PoisonError::into_inner).len()
     }
 
     /// Takes it out; it is closed when the last who uses it has done so.

@@ -210,6 +210,11 @@ impl Inodes {
         None
     }
 
+    /// Whether so many open files may have a second descriptor each: those are a quarter of all at most.
+    pub fn has_room_for_two_each(&self, open_files: usize) -> bool {
+        open_files <= self.crowded / 2
+    }
+
     /// Calls `open`, again if there is no descriptor to be had; calls `ask_for_room` before.
     pub fn with_room<T>(&self, ask_for_room: impl Fn(), open: impl Fn() -> io::Result<T>) -> io::Result<T> {
         for _ in 0..ROOM_TRIES {

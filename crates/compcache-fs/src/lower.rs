@@ -3,7 +3,8 @@
 //! The kernel keeps a file's pages for the mount above; kept once more for the file below, they would take twice the memory. So what is read
 //! below is let go of again: with `RWF_DONTCACHE` where kernel and file system have it (Linux 6.14; pages that others brought in stay), else
 //! by `posix_fadvise(POSIX_FADV_DONTNEED)` for the range that was read. Both go through the kernel's page cache below and see what others
-//! write there at any alignment, which direct I/O does not (docs/decisions/0023).
+//! write there at any alignment (docs/decisions/0023). Long runs of whole pages of which nothing is in that cache are read directly, past this module
+//! (`tree/reading.rs`, docs/decisions/0036).
 //!
 //! Writes go to the page cache below and are written out when the kernel likes; an fsync waits for it and lets go of the pages.
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
-use compcache_cache::{Writing, missing};
+use compcache_cache::{Token, Writing, exactly_missing, missing};
 use compcache_store::{Page, Worker};
 
 use super::{Cached, SEGMENT_BLOCKS, place_of};
@@ -106,17 +106,57 @@ impl CachedLane {
         let found = &mut self.found[..into.len()];
         let token = cache.begin_read(id, (), true);
         cache.get(&mut self.worker, token, page, into, found);
-        for run in missing(found) {
-            let blocks = &mut into[run.clone()];
-            let begun = Instant::now();
-            let read = self.below.read((first + run.start as u64) * BLOCK, blocks.as_flattened_mut(), manner);
-            self.disk.count(&read, &self.disk.counted.reads, blocks.len() as u64);
-            if is_done(&read) {
-                cache.took_below(found[run.clone()].iter().filter(|found| !**found).count(), begun.elapsed());
+        let mut next = 0;
+        // The runs are found one by one: the lane's own array says which.
+        loop {
+            let run = missing(&self.found[next..into.len()]).next();
+            let Some(run) = run.map(|run| next + run.start..next + run.end) else { break };
+            next = run.end;
+            let mut read = self.read_below(token, first, run.clone(), into, manner);
+            if read.is_err() && self.found[run.clone()].contains(&true) {
+                read = self.read_without_gaps(token, first, run, into, manner);
             }
-            let kept = if is_done(&read) { blocks } else { &mut [] };
-            cache.put(&mut self.worker, token, page + run.start as u32, kept);
             done!(read);
+        }
+        Ok(Outcome::Done(()))
+    }
+
+    /// Reads a run of blocks below, numbers within the segment's part that begins with block `first`, and keeps them.
+    fn read_below(
+        &mut self,
+        token: Token,
+        first: u64,
+        run: Range<usize>,
+        into: &mut [Page],
+        manner: Manner,
+    ) -> Result<Outcome, DeviceError> {
+        let cache = &self.disk.cache;
+        let (blocks, start) = (&mut into[run.clone()], first + run.start as u64);
+        let begun = Instant::now();
+        let read = self.below.read(start * BLOCK, blocks.as_flattened_mut(), manner);
+        self.disk.count(&read, &self.disk.counted.reads, blocks.len() as u64);
+        if is_done(&read) {
+            cache.took_below(self.found[run].iter().filter(|found| !**found).count(), begun.elapsed());
+        }
+        let kept = if is_done(&read) { blocks } else { &mut [] };
+        cache.put(&mut self.worker, token, place_of(start).1, kept);
+        read
+    }
+
+    /// The same, once the device has failed to: what is in the pool does not have to be read.
+    fn read_without_gaps(
+        &mut self,
+        token: Token,
+        first: u64,
+        run: Range<usize>,
+        into: &mut [Page],
+        manner: Manner,
+    ) -> Result<Outcome, DeviceError> {
+        let (page, mut found) = (place_of(first).1 + run.start as u32, [false; SEGMENT]);
+        let found = &mut found[..run.len()];
+        self.disk.cache.get(&mut self.worker, token, page, &mut into[run.clone()], found);
+        for part in exactly_missing(found) {
+            done!(self.read_below(token, first, run.start + part.start..run.start + part.end, into, manner));
         }
         Ok(Outcome::Done(()))
     }

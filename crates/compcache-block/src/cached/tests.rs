@@ -209,6 +209,29 @@ fn what_the_device_below_refused_is_not_in_the_pool() {
 }
 
 #[test]
+fn a_block_that_cannot_be_read_below_hurts_nobody_while_it_is_in_the_pool() {
+    let fault = Fault { request: Request::Read, offsets_bytes: 5 * BLOCK..6 * BLOCK, one_in: 1, errno: 5 };
+    let disk = cached(Arc::new(Faulty::new(array(), 1, vec![fault])));
+    let mut lane = disk.clone().lane().unwrap();
+    let mut worker = disk.cache().worker().unwrap();
+    disk.cache().keep_written(&mut worker, Duration::ZERO);
+    for block in [5, 2, 9] {
+        assert_eq!(lane.write(block * BLOCK, &content(block, 1), WAITING), DONE);
+    }
+    disk.cache().keep_written(&mut worker, Duration::ZERO);
+    let mut blocks = vec![0xaa; 12 * BLOCK_BYTES];
+    assert_eq!(lane.read(0, &mut blocks, WAITING), DONE);
+    for (block, bytes) in (0..).zip(blocks.as_chunks::<BLOCK_BYTES>().0) {
+        let expected = if [5, 2, 9].contains(&block) { content(block, 1) } else { [0; BLOCK_BYTES] };
+        assert!(*bytes == expected, "block {block}");
+    }
+    assert!(disk.below_stats().failed > 0, "it was read along");
+    disk.cache().clear();
+    assert!(lane.read(0, &mut blocks, WAITING).is_err());
+    assert_eq!(lane.read(0, &mut blocks[..5 * BLOCK_BYTES], WAITING), DONE);
+}
+
+#[test]
 fn after_a_flush_that_failed_everything_is_read_anew() {
     for (request, fua) in [(Request::Flush, false), (Request::Write, true)] {
         let fault = Fault { request, offsets_bytes: 4096..8192, one_in: 1, errno: 5 };

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::mem;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use compcache_store::Page;
 use fuser::{FileHandle, FopenFlags, INodeNo, OpenFlags, WriteFlags};
@@ -13,7 +13,7 @@ use rustix::io::{self, Errno};
 use super::names::Made;
 use super::{Notice, Tree};
 use crate::caller::{Caller, as_caller, dropping_suid, unchecked};
-use crate::handles::OpenFile;
+use crate::handles::{Direct, OpenFile};
 use crate::inodes::Node;
 use crate::stamp::{id_of, look, now, stamp_of};
 use crate::{lower, sys};
@@ -69,7 +69,7 @@ impl Tree {
         // Before it is looked at: what comes later is heard.
         let watched = self.watches.as_ref().is_some_and(|watches| watches.begin(&node));
         how.set(FopenFlags::FOPEN_KEEP_CACHE, self.may_keep(&fd, &node));
-        let (direct, position) = (OnceLock::new(), Mutex::new(()));
+        let (direct, position) = (Direct::default(), Mutex::new(()));
         (self.files.add(OpenFile { fd, direct, node, writes, watched, position }), how)
     }
 

@@ -14,13 +14,14 @@
 //! A page enters the cache behind the answer, so whoever reads does not wait for the compression.
 
 use std::cell::RefCell;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
-use compcache_cache::{Aligned, Token, missing};
+use compcache_cache::{Aligned, Token, exactly_missing, missing};
 use compcache_store::{Page, Worker};
 use fuser::{FileHandle, ReplyData};
-use rustix::fs::{AtFlags, OFlags, Statx, StatxFlags, fcntl_getfl, statx};
+use rustix::fs::{AtFlags, OFlags, Statx, StatxFlags, fcntl_getfl, fstatfs, statx};
 use rustix::io::{self, Errno, pread};
 
 use super::{Tree, errno};
@@ -29,7 +30,9 @@ use crate::stamp::{Stamp, look, now, stamp_of};
 use crate::sys;
 
 const PAGE: u64 = 4096;
-/// From here on a direct read takes less time than one through the page cache below (docs/decisions/0035).
+/// `OVERLAYFS_SUPER_MAGIC`.
+const OVERLAYFS: i64 = 0x794c_7630;
+/// From here on a direct read takes less time than one through the page cache below (docs/decisions/0036).
 const DIRECT_BYTES_MIN: usize = 32 << 10;
 
 /// Where what was read goes.
@@ -116,7 +119,7 @@ impl Tree {
         let token = self.cache.begin_read(open.node.id, stamp, self.exclusive || stamp_of(&stat).is_settled(now()));
         self.cache.get(worker, token, first as u32, pages, found);
 
-        let read = self.read_missing(open, first, pages, found, size_bytes - first * PAGE);
+        let read = self.read_missing(worker, token, open, first, (&mut *pages, &*found), size_bytes - first * PAGE);
         let (begin, end) = ((offset_bytes - first * PAGE) as usize, (end_bytes - first * PAGE) as usize);
         let is_whole = match read {
             Ok(valid) => {
@@ -137,49 +140,89 @@ impl Tree {
     /// Reads below the pages that were not found; returns how many bytes of all are there now.
     fn read_missing(
         &self,
+        worker: &mut Worker,
+        token: Token,
         open: &OpenFile,
         first: u64,
-        pages: &mut [Page],
-        found: &[bool],
+        (pages, found): (&mut [Page], &[bool]),
         size_bytes: u64,
     ) -> io::Result<usize> {
-        let page = PAGE as usize;
         let count = found.iter().filter(|found| !**found).count();
-        if count > 0 {
-            self.call_another();
+        if count == 0 {
+            return Ok(pages.as_flattened().len());
         }
+        self.call_another();
         let begun = Instant::now();
         for run in missing(found) {
-            let into = pages[run.clone()].as_flattened_mut();
-            let wanted = into.len().min(size_bytes as usize - run.start * page);
-            let read = self.read_run(open, (first + run.start as u64) * PAGE, into, wanted)?;
-            into[read..].fill(0);
-            if read < wanted {
-                // The file is shorter than it was a moment ago.
-                return Ok(run.start * page + read);
+            let read = self.read_run(open, first, run.clone(), pages, size_bytes);
+            let is_whole = read.as_ref().is_ok_and(|is_whole| *is_whole == run.end * PAGE as usize);
+            if is_whole {
+                continue;
+            }
+            if !found[run.clone()].contains(&true) {
+                return read;
+            }
+            // What was found does not have to be read; but it was read over.
+            let mut again = vec![false; run.len()];
+            self.cache.get(worker, token, (first + run.start as u64) as u32, &mut pages[run.clone()], &mut again);
+            for part in exactly_missing(&again) {
+                let part = run.start + part.start..run.start + part.end;
+                let read = self.read_run(open, first, part.clone(), pages, size_bytes)?;
+                if read < part.end * PAGE as usize {
+                    return Ok(read);
+                }
             }
         }
-        if count > 0 {
-            self.cache.took_below(count, begun.elapsed());
-        }
-        Ok(pages.len() * page)
+        self.cache.took_below(count, begun.elapsed());
+        Ok(pages.as_flattened().len())
+    }
+
+    /// Reads a run of pages below, numbers within `pages`, of which the first is the file's page `first`; `size_bytes` are those of the file from there on. Returns
+    /// where in `pages` what is there now ends: with the run, unless the file is shorter than it was a moment ago.
+    fn read_run(
+        &self,
+        open: &OpenFile,
+        first: u64,
+        run: Range<usize>,
+        pages: &mut [Page],
+        size_bytes: u64,
+    ) -> io::Result<usize> {
+        let (page, offset_bytes) = (PAGE as usize, (first + run.start as u64) * PAGE);
+        let into = pages[run.clone()].as_flattened_mut();
+        let wanted = into.len().min(size_bytes as usize - run.start * page);
+        let read = self.read_whole_pages(open, offset_bytes, into, wanted)?;
+        into[read..].fill(0);
+        Ok(if read < wanted { run.start * page + read } else { run.end * page })
     }
 
     /// Reads whole pages below, of which `wanted` bytes are in the file; returns how many of these there are.
-    fn read_run(&self, open: &OpenFile, offset_bytes: u64, into: &mut [u8], wanted: usize) -> io::Result<usize> {
+    fn read_whole_pages(
+        &self,
+        open: &OpenFile,
+        offset_bytes: u64,
+        into: &mut [u8],
+        wanted: usize,
+    ) -> io::Result<usize> {
         if into.len() >= DIRECT_BYTES_MIN
-            && let Some(direct) = open.direct.get_or_init(|| self.direct(open))
             && !sys::has_cached(&open.fd, offset_bytes, into.len() as u64)
-            // What fails or ends early is tried again in the common way, which says why.
-            && pread(direct, &mut *into, offset_bytes).is_ok_and(|read| read >= wanted)
+            && let Some(direct) = open.direct.get(|| self.direct(open))
         {
-            return Ok(wanted);
+            // What fails or ends early is tried again in the common way, which says why.
+            match pread(direct, &mut *into, offset_bytes) {
+                Ok(read) if read >= wanted => return Ok(wanted),
+                Ok(_) => {}
+                Err(_) => open.direct.give_up(),
+            }
         }
         self.lower.read(&open.fd, offset_bytes, &mut into[..wanted])
     }
 
-    /// Another descriptor for an open file, if the file system says that it takes direct reads of pages.
+    /// Another descriptor for an open file, if the file system says that it takes direct reads of pages, and there are enough descriptors. On overlayfs, what is
+    /// cached is cached of another file, and not told.
     fn direct(&self, open: &OpenFile) -> Option<OwnedFd> {
+        if !self.inodes.has_room_for_two_each(self.files.count()) || fstatfs(&open.fd).ok()?.f_type == OVERLAYFS {
+            return None;
+        }
         let as_opened = fcntl_getfl(&open.fd).ok()? & OFlags::NOATIME;
         let fd = self.inodes.reach(&open.node, as_opened | OFlags::RDONLY | OFlags::DIRECT).ok()?;
         let stat = statx(&fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;

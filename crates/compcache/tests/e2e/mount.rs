@@ -206,7 +206,6 @@ fn long_reads_of_what_nobody_else_reads_are_direct() {
         let mut read = vec![0; content.len()];
         file.read_exact_at(&mut read, 0).unwrap();
         assert!(read == content, "round {round}");
-        // With the second round what is asked for is in the cache, or was written below and is in the page cache there.
         if round == 0 {
             assert_eq!(direct_descriptors(), usize::from(takes_direct));
         }
@@ -226,6 +225,31 @@ fn long_reads_of_what_nobody_else_reads_are_direct() {
             libc::munmap(map, MIB);
         }
     }
+    // Nobody waits for the end of the last.
+    let give_up = Instant::now() + PATIENCE;
+    while direct_descriptors() > 0 {
+        assert!(Instant::now() < give_up, "a file that is closed has its second descriptor still");
+        thread::sleep(Duration::from_millis(10));
+    }
+    // What somebody else has in the page cache below is read from there. What is mapped stays there, whoever drops caches.
+    let (below, above) = (tree.source().join("g"), tree.target().join("g"));
+    fs::write(&below, &content).unwrap();
+    thread::sleep(SETTLED);
+    let file = File::open(&below).unwrap();
+    // SAFETY: a mapping of a file that is not cut while it is there; nothing is done with it.
+    let map = unsafe {
+        use std::os::fd::AsRawFd;
+        let how = libc::MAP_SHARED | libc::MAP_POPULATE;
+        libc::mmap(std::ptr::null_mut(), content.len(), libc::PROT_READ, how, file.as_raw_fd(), 0)
+    };
+    assert_ne!(map, libc::MAP_FAILED);
+    let file = File::open(&above).unwrap();
+    let mut read = vec![0; content.len()];
+    file.read_exact_at(&mut read, 0).unwrap();
+    assert!(read == content);
+    assert_eq!(direct_descriptors(), 0);
+    // SAFETY: the mapping from above, to which nothing refers.
+    unsafe { libc::munmap(map, content.len()) };
 }
 
 #[test]
