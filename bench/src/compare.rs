@@ -17,6 +17,15 @@ use crate::table::mib;
 /// How often a run is tried that the kernel ended for want of memory.
 const ATTEMPTS: usize = 3;
 
+/// The sides by number, in the order of this round: turned round every second time.
+pub fn turns(sides: usize, round: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..sides).collect();
+    if round % 2 == 1 {
+        order.reverse();
+    }
+    order
+}
+
 /// How a scenario compares.
 pub struct Comparison<'b> {
     /// Who runs.
@@ -57,11 +66,7 @@ impl<'b> Comparison<'b> {
         let mut runs: Vec<Vec<Option<SideRun>>> = sides.iter().map(|_| Vec::new()).collect();
         let mut missing = vec![false; sides.len()];
         for round in 0..self.rounds {
-            let mut order: Vec<usize> = (0..sides.len()).collect();
-            if round % 2 == 1 {
-                order.reverse();
-            }
-            for (place, &nth) in order.iter().enumerate() {
+            for (place, nth) in turns(sides.len(), round).into_iter().enumerate() {
                 let attempts = if missing[nth] { 0 } else { ATTEMPTS };
                 let cap_bytes = cap_bytes(&sides[nth]);
                 let mut kept = None;

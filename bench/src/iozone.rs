@@ -23,6 +23,7 @@ use compcache_worker::columns::{Column, Through};
 use serde_json::json;
 
 use crate::baseline::loop_device::Throttle;
+use crate::compare::turns;
 use crate::record::Record;
 use crate::scan::print_targets;
 use crate::side::Bench;
@@ -207,11 +208,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: Option<usize>,
     for round in 0..plan.rounds {
         for &through in &plan.throughs {
             for &record_bytes in &plan.record_sizes {
-                let mut order: Vec<usize> = (0..plan.keepers.len()).collect();
-                if round % 2 == 1 {
-                    order.reverse();
-                }
-                for side in order {
+                for side in turns(plan.keepers.len(), round) {
                     if missing[side] {
                         continue;
                     }

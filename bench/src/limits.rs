@@ -16,6 +16,7 @@ use compcache_worker::columns::{Column, Through};
 use serde_json::json;
 
 use crate::baseline::loop_device::Throttle;
+use crate::compare::turns;
 use crate::iozone::Speed;
 use crate::iozone::client::{Client, Cost};
 use crate::iozone::image::{Holds, Image};
@@ -146,11 +147,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: Option<usize>,
         let mut missing = vec![false; plan.keepers.len()];
         for round in 0..plan.rounds {
             for &percent in &plan.percents {
-                let mut order: Vec<usize> = (0..plan.keepers.len()).collect();
-                if round % 2 == 1 {
-                    order.reverse();
-                }
-                for side in order {
+                for side in turns(plan.keepers.len(), round) {
                     if missing[side] {
                         continue;
                     }

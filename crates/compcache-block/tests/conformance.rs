@@ -2,8 +2,6 @@
 //!
 //! `COMPCACHE_SEED=n` repeats a run.
 
-#[path = "support/aligned.rs"]
-mod aligned;
 #[path = "conformance/block.rs"]
 mod block;
 #[path = "conformance/client.rs"]

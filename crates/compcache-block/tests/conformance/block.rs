@@ -28,8 +28,8 @@ use rustix::ioctl::{Opcode, Setter, ioctl, opcode};
 use tempfile::TempDir;
 
 use crate::Subject;
-use crate::aligned::Aligned;
 use crate::front::{Asked, Front, Talk};
+use compcache_cache::Aligned;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 const BLKDISCARD: Opcode = opcode::none(0x12, 119);
@@ -163,11 +163,11 @@ impl BlockTalk {
 
     fn write_direct(&self, offset: u64, from: &[u8], fua: bool) -> io::Result<()> {
         let mut bytes = Aligned::new(from.len());
-        bytes.get().copy_from_slice(from);
+        bytes.bytes().copy_from_slice(from);
         let flags = if fua { ReadWriteFlags::DSYNC } else { ReadWriteFlags::empty() };
         let mut at = 0;
         while at < from.len() {
-            match pwritev2(&self.direct, &[IoSlice::new(&bytes.get()[at..])], offset + at as u64, flags)? {
+            match pwritev2(&self.direct, &[IoSlice::new(&bytes.bytes()[at..])], offset + at as u64, flags)? {
                 0 => return Err(io::ErrorKind::WriteZero.into()),
                 some => at += some,
             }
@@ -192,8 +192,8 @@ impl Talk for BlockTalk {
         let length = into.len();
         let result = if is_whole(offset, length as u64) {
             let mut bytes = Aligned::new(length);
-            let result = self.direct.read_exact_at(bytes.get(), offset);
-            into.copy_from_slice(bytes.get());
+            let result = self.direct.read_exact_at(bytes.bytes(), offset);
+            into.copy_from_slice(bytes.bytes());
             result
         } else {
             self.forget(offset, length as u64);

@@ -20,8 +20,8 @@ fn serving_allocates_nothing() {
     let mut bytes = Aligned::new(1 << 20);
     for round in 0..300u64 {
         let length = if round % 10 == 0 { 1 << 20 } else { BLOCK_BYTES };
-        file.write_all_at(&bytes.get()[..length], round * 4096).unwrap();
-        file.read_exact_at(&mut bytes.get()[..length], round * 4096).unwrap();
+        file.write_all_at(&bytes.bytes()[..length], round * 4096).unwrap();
+        file.read_exact_at(&mut bytes.bytes()[..length], round * 4096).unwrap();
         if round % 10 == 5 {
             file.sync_all().unwrap();
             fallocate(&file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, round * 4096, 8192).unwrap();

@@ -24,8 +24,8 @@ fn discarded_and_zeroed_blocks_free_their_memory_at_once() {
     let device = disk(16 * MIB);
     let served = Served::new(device.clone());
     let mut bytes = Aligned::new(16 << 20);
-    fill_run(bytes.get(), 0, 1);
-    served.open().write_all_at(bytes.get(), 0).unwrap();
+    fill_run(bytes.bytes(), 0, 1);
+    served.open().write_all_at(bytes.bytes(), 0).unwrap();
     let full = device.stats();
     assert_eq!(full.orig_data_size, 16 * MIB);
     let path = served.disk.path().to_str().unwrap().to_owned();
@@ -38,8 +38,8 @@ fn discarded_and_zeroed_blocks_free_their_memory_at_once() {
     let zeroed = device.stats();
     assert!(zeroed.compr_data_size <= full.compr_data_size / 4 + 4096, "{}", zeroed.compr_data_size);
 
-    served.open().read_exact_at(bytes.get(), 0).unwrap();
-    let (zeroes, kept) = bytes.get().split_at(12 << 20);
+    served.open().read_exact_at(bytes.bytes(), 0).unwrap();
+    let (zeroes, kept) = bytes.bytes().split_at(12 << 20);
     assert!(zeroes.iter().all(|byte| *byte == 0));
     let mut expected = vec![0; 4 << 20];
     fill_run(&mut expected, 3072, 1);
@@ -81,17 +81,17 @@ fn a_flush_reaches_the_device_and_so_does_forced_unit_access() {
     let flushes = || spied.flushes.load(Ordering::SeqCst);
     let file = served.open();
     let mut bytes = Aligned::new(BLOCK_BYTES);
-    fill_run(bytes.get(), 0, 1);
-    file.write_all_at(bytes.get(), 0).unwrap();
+    fill_run(bytes.bytes(), 0, 1);
+    file.write_all_at(bytes.bytes(), 0).unwrap();
     // The kernel flushes the file once when the loop device is set up.
     let before = flushes();
-    file.write_all_at(bytes.get(), 0).unwrap();
+    file.write_all_at(bytes.bytes(), 0).unwrap();
     assert_eq!(flushes(), before, "a plain write is no flush");
     file.sync_all().unwrap();
     assert_eq!(flushes(), before + 1);
     let flags = (OFlags::DIRECT | OFlags::DSYNC).bits() as i32;
     let forced = OpenOptions::new().write(true).custom_flags(flags).open(served.disk.path()).unwrap();
-    forced.write_all_at(bytes.get(), 0).unwrap();
+    forced.write_all_at(bytes.bytes(), 0).unwrap();
     assert!(flushes() > before + 1, "a write with O_DSYNC came without a flush");
     drop((file, forced));
     served.remove();
@@ -118,8 +118,8 @@ fn a_flush_reaches_the_device_also_where_somebody_had_the_loop_device_write_thro
         let is_the_same = served.disk.path() == path;
         let file = served.open();
         let mut bytes = Aligned::new(BLOCK_BYTES);
-        fill_run(bytes.get(), 0, 1);
-        file.write_all_at(bytes.get(), 0).unwrap();
+        fill_run(bytes.bytes(), 0, 1);
+        file.write_all_at(bytes.bytes(), 0).unwrap();
         let flushes = spied.flushes.load(Ordering::SeqCst);
         file.sync_all().unwrap();
         assert_eq!(spied.flushes.load(Ordering::SeqCst), flushes + 1);
@@ -144,13 +144,13 @@ fn a_device_that_needs_no_flush_is_asked_for_none_and_flushes_succeed() {
     let file = served.open();
     let mut bytes = Aligned::new(BLOCK_BYTES);
     for generation in 1..4 {
-        fill_run(bytes.get(), 0, generation);
-        file.write_all_at(bytes.get(), 0).unwrap();
+        fill_run(bytes.bytes(), 0, generation);
+        file.write_all_at(bytes.bytes(), 0).unwrap();
         file.sync_all().unwrap();
     }
     let mut back = Aligned::new(BLOCK_BYTES);
-    file.read_exact_at(back.get(), 0).unwrap();
-    assert!(back.get() == bytes.get());
+    file.read_exact_at(back.bytes(), 0).unwrap();
+    assert!(back.bytes() == bytes.bytes());
     assert_eq!(spied.flushes.load(Ordering::SeqCst), 0);
     drop(file);
     served.remove();
@@ -177,8 +177,8 @@ fn errors_of_the_device_arrive_at_the_served_file_as_they_are() {
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
 
     let file = OpenOptions::new().read(true).write(true).open(served.file()).unwrap();
-    assert_eq!(errno(file.write_all_at(bytes.get(), 4096)), Some(ENOSPC));
-    assert_eq!(errno(file.read_exact_at(bytes.get(), 8192)), Some(EDQUOT));
+    assert_eq!(errno(file.write_all_at(bytes.bytes(), 4096)), Some(ENOSPC));
+    assert_eq!(errno(file.read_exact_at(bytes.bytes(), 8192)), Some(EDQUOT));
     assert_eq!(errno(fallocate(&file, hole, 12288, 4096).map_err(Into::into)), Some(EDQUOT));
     assert_eq!(errno(file.sync_all()), Some(EDQUOT));
     drop(file);
@@ -199,18 +199,18 @@ fn a_slow_request_does_not_hold_up_others() {
         thread::scope(|scope| {
             let slow = scope.spawn(|| {
                 let mut bytes = Aligned::new(BLOCK_BYTES);
-                fill_run(bytes.get(), 0, 9);
+                fill_run(bytes.bytes(), 0, 9);
                 let file = served.open();
                 let result =
-                    if slow_write { file.write_all_at(bytes.get(), 0) } else { file.read_exact_at(bytes.get(), 0) };
+                    if slow_write { file.write_all_at(bytes.bytes(), 0) } else { file.read_exact_at(bytes.bytes(), 0) };
                 result.unwrap();
                 begin.elapsed()
             });
             thread::sleep(Duration::from_millis(200));
             let (file, mut bytes) = (served.open(), Aligned::new(BLOCK_BYTES));
             for block in 1..101 {
-                file.write_all_at(bytes.get(), block * 4096).unwrap();
-                file.read_exact_at(bytes.get(), block * 4096).unwrap();
+                file.write_all_at(bytes.bytes(), block * 4096).unwrap();
+                file.read_exact_at(bytes.bytes(), block * 4096).unwrap();
             }
             let quick = begin.elapsed();
             let slow = slow.join().unwrap();
@@ -221,8 +221,8 @@ fn a_slow_request_does_not_hold_up_others() {
     let mut bytes = Aligned::new(BLOCK_BYTES);
     let mut expected = vec![0; BLOCK_BYTES];
     fill_run(&mut expected, 0, 9);
-    served.open().read_exact_at(bytes.get(), 0).unwrap();
-    assert!(*bytes.get() == *expected, "the write that waited wrote something else");
+    served.open().read_exact_at(bytes.bytes(), 0).unwrap();
+    assert!(*bytes.bytes() == *expected, "the write that waited wrote something else");
     assert_eq!(device.size_bytes(), fs::metadata(served.file()).unwrap().len());
     served.remove();
 }

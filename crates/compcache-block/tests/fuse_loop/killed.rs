@@ -105,7 +105,7 @@ fn hang(path: &Path, write: bool) -> mpsc::Receiver<io::Result<()>> {
     let (file, (done, result)) = (open_direct(path), mpsc::channel());
     thread::spawn(move || {
         let (mut bytes, at) = (Aligned::new(4096), (16 << 20) - 4096);
-        let answer = if write { file.write_all_at(bytes.get(), at) } else { file.read_exact_at(bytes.get(), at) };
+        let answer = if write { file.write_all_at(bytes.bytes(), at) } else { file.read_exact_at(bytes.bytes(), at) };
         drop(file);
         done.send(answer)
     });

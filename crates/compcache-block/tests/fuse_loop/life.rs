@@ -58,17 +58,17 @@ fn a_disk_takes_a_new_size_while_it_is_open() {
     let served = Served::new(device.clone());
     let (file, mut bytes) = (served.open(), Aligned::new(BLOCK_BYTES));
     assert_eq!(sectors(served.disk.path()), 4 * MIB / 512);
-    fill_run(bytes.get(), 5, 5);
-    assert!(file.write_all_at(bytes.get(), 4 * MIB).is_err());
+    fill_run(bytes.bytes(), 5, 5);
+    assert!(file.write_all_at(bytes.bytes(), 4 * MIB).is_err());
     device.resize(8 * MIB).unwrap();
     served.disk.resized().unwrap();
     assert_eq!(sectors(served.disk.path()), 8 * MIB / 512);
-    file.write_all_at(bytes.get(), 8 * MIB - 4096).unwrap();
+    file.write_all_at(bytes.bytes(), 8 * MIB - 4096).unwrap();
     let mut back = Aligned::new(BLOCK_BYTES);
-    file.read_exact_at(back.get(), 8 * MIB - 4096).unwrap();
-    assert!(back.get() == bytes.get());
+    file.read_exact_at(back.bytes(), 8 * MIB - 4096).unwrap();
+    assert!(back.bytes() == bytes.bytes());
     device.resize(MIB).unwrap();
-    assert!(file.read_exact_at(back.get(), 8 * MIB - 4096).is_err(), "the device is smaller already");
+    assert!(file.read_exact_at(back.bytes(), 8 * MIB - 4096).is_err(), "the device is smaller already");
     served.disk.resized().unwrap();
     assert_eq!(sectors(served.disk.path()), MIB / 512);
     drop(file);
@@ -137,9 +137,9 @@ fn a_disk_that_is_dropped_while_it_is_open_is_taken_away() {
     let name = || Some(std::path::Path::new(&backing_file(&path)?).file_name()?.to_owned());
     let ours = name().expect("it is attached");
     let (file, mut bytes) = (crate::support::open_direct(&path), Aligned::new(BLOCK_BYTES));
-    file.read_exact_at(bytes.get(), 0).unwrap();
+    file.read_exact_at(bytes.bytes(), 0).unwrap();
     drop(served);
-    assert!(file.read_exact_at(bytes.get(), 0).is_err());
+    assert!(file.read_exact_at(bytes.bytes(), 0).is_err());
     drop(file);
     let give_up = std::time::Instant::now() + std::time::Duration::from_secs(5);
     while name().is_some_and(|name| name == ours) {
@@ -162,20 +162,20 @@ fn two_disks_are_two_and_cleaning_leaves_them_alone() {
     assert!(cleaned.removed.is_empty() && cleaned.left.is_empty(), "{cleaned:?}");
     let (mut bytes, mut back) = (Aligned::new(BLOCK_BYTES), Aligned::new(BLOCK_BYTES));
     for (generation, disk) in [(1, &one), (2, &two)] {
-        fill_run(bytes.get(), 0, generation);
-        crate::support::open_direct(disk.path()).write_all_at(bytes.get(), 0).unwrap();
+        fill_run(bytes.bytes(), 0, generation);
+        crate::support::open_direct(disk.path()).write_all_at(bytes.bytes(), 0).unwrap();
     }
     for (generation, disk) in [(1, &one), (2, &two)] {
-        fill_run(bytes.get(), 0, generation);
-        crate::support::open_direct(disk.path()).read_exact_at(back.get(), 0).unwrap();
-        assert!(bytes.get() == back.get());
+        fill_run(bytes.bytes(), 0, generation);
+        crate::support::open_direct(disk.path()).read_exact_at(back.bytes(), 0).unwrap();
+        assert!(bytes.bytes() == back.bytes());
     }
     for entry in fs::read_dir(parent.path()).unwrap() {
         assert_eq!(entry.unwrap().metadata().unwrap().permissions().mode() & 0o777, 0o700, "only root may enter");
     }
     let path = one.path().to_owned();
     one.remove().unwrap();
-    crate::support::open_direct(two.path()).read_exact_at(back.get(), 0).unwrap();
+    crate::support::open_direct(two.path()).read_exact_at(back.bytes(), 0).unwrap();
     let other = two.path().to_owned();
     two.remove().unwrap();
     assert_nothing_left(parent.path(), &path);

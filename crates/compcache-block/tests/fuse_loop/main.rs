@@ -6,8 +6,6 @@
 //! those it set up; they are undone when it panics too. Contents derive from the block and its generation, so the model of
 //! a disk is a number for each block.
 
-#[path = "../support/aligned.rs"]
-mod aligned;
 mod allocations;
 #[path = "../support/blocks.rs"]
 mod blocks;

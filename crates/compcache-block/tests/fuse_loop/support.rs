@@ -4,10 +4,10 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use crate::aligned::Aligned;
 pub use crate::blocks::{Mounted, disk, fill_run, open_direct, run};
 use compcache_block::BlockDevice;
 use compcache_block::fuse_loop::{FuseLoop, FuseLoopOptions};
+pub use compcache_cache::Aligned;
 use compcache_testkit::features::{Feature, requires};
 use tempfile::TempDir;
 

@@ -37,7 +37,7 @@ fn many_in_flight_read_what_they_wrote() {
                 let at = rng.usize(..model.len() - 16);
                 let count = rng.usize(1..=16);
                 let (first, length) = (number * BLOCKS + at as u64, count * BLOCK_BYTES);
-                let bytes = &mut bytes.get()[..length];
+                let bytes = &mut bytes.bytes()[..length];
                 if rng.bool() {
                     fill_run(bytes, first, step);
                     file.write_all_at(bytes, first * BLOCK_BYTES as u64).unwrap();
@@ -64,10 +64,10 @@ fn the_largest_requests_arrive_whole() {
     }
     let served = Served::new(disk(8 * MIB));
     let (file, mut bytes, mut back) = (served.open(), Aligned::new(4 << 20), Aligned::new(4 << 20));
-    fill_run(bytes.get(), 3, 1);
-    file.write_all_at(bytes.get(), 3 * 4096).unwrap();
-    file.read_exact_at(back.get(), 3 * 4096).unwrap();
-    assert!(bytes.get() == back.get());
+    fill_run(bytes.bytes(), 3, 1);
+    file.write_all_at(bytes.bytes(), 3 * 4096).unwrap();
+    file.read_exact_at(back.bytes(), 3 * 4096).unwrap();
+    assert!(bytes.bytes() == back.bytes());
     drop(file);
     served.remove();
 }
@@ -80,8 +80,8 @@ fn discarded_blocks_free_their_memory_at_once() {
     let device = disk(16 * MIB);
     let served = Served::new(device.clone());
     let (file, mut bytes) = (served.open(), Aligned::new(16 << 20));
-    fill_run(bytes.get(), 0, 1);
-    file.write_all_at(bytes.get(), 0).unwrap();
+    fill_run(bytes.bytes(), 0, 1);
+    file.write_all_at(bytes.bytes(), 0).unwrap();
     let full = device.stats();
     assert_eq!(full.orig_data_size, 16 * MIB);
     let path = served.0.path().to_str().unwrap().to_owned();
@@ -91,8 +91,8 @@ fn discarded_blocks_free_their_memory_at_once() {
     assert!(discarded.compr_data_size <= full.compr_data_size / 2 + 4096, "{}", discarded.compr_data_size);
     fallocate(&file, HOLE, 0, 4 * MIB).unwrap();
     assert_eq!(device.stats().orig_data_size, 4 * MIB, "holes are blocks that are forgotten");
-    file.read_exact_at(bytes.get(), 0).unwrap();
-    let (zeroes, kept) = bytes.get().split_at(12 << 20);
+    file.read_exact_at(bytes.bytes(), 0).unwrap();
+    let (zeroes, kept) = bytes.bytes().split_at(12 << 20);
     assert!(zeroes.iter().all(|byte| *byte == 0));
     let mut expected = vec![0; 4 << 20];
     fill_run(&mut expected, 3072, 1);
@@ -111,13 +111,13 @@ fn a_flush_reaches_the_device_and_so_does_forced_unit_access() {
     let counts = || (spied.flushes.load(Ordering::SeqCst), spied.forced.load(Ordering::SeqCst));
     let (file, mut bytes) = (served.open(), Aligned::new(BLOCK_BYTES));
     let (flushes, forced) = counts();
-    file.write_all_at(bytes.get(), 0).unwrap();
+    file.write_all_at(bytes.bytes(), 0).unwrap();
     assert_eq!(counts(), (flushes, forced), "a plain write is no flush");
     file.sync_all().unwrap();
     assert_eq!(counts(), (flushes + 1, forced));
     let flags = (OFlags::DIRECT | OFlags::DSYNC).bits() as i32;
     let forcing = OpenOptions::new().write(true).custom_flags(flags).open(served.0.path()).unwrap();
-    forcing.write_all_at(bytes.get(), 0).unwrap();
+    forcing.write_all_at(bytes.bytes(), 0).unwrap();
     // The kernel may flush besides.
     assert!(
         counts().0 > flushes && counts().1 == forced + 1,
@@ -136,7 +136,7 @@ fn a_device_that_needs_no_flush_is_asked_for_none_and_flushes_succeed() {
     let spied = Arc::new(Spied::lasting(disk(MIB)));
     let served = Served::new(spied.clone());
     let (file, mut bytes) = (served.open(), Aligned::new(BLOCK_BYTES));
-    file.write_all_at(bytes.get(), 0).unwrap();
+    file.write_all_at(bytes.bytes(), 0).unwrap();
     file.sync_all().unwrap();
     assert_eq!(spied.flushes.load(Ordering::SeqCst) + spied.forced.load(Ordering::SeqCst), 0);
     drop(file);
@@ -162,19 +162,19 @@ fn a_slow_request_does_not_hold_up_others_of_its_queue() {
                 let (mut bytes, mut expected) = (Aligned::new(BLOCK_BYTES), vec![0; BLOCK_BYTES]);
                 fill_run(&mut expected, 0, 9);
                 if slow_write {
-                    bytes.get().copy_from_slice(&expected);
-                    served.open().write_all_at(bytes.get(), AT).unwrap();
+                    bytes.bytes().copy_from_slice(&expected);
+                    served.open().write_all_at(bytes.bytes(), AT).unwrap();
                 } else {
-                    served.open().read_exact_at(bytes.get(), AT).unwrap();
-                    assert!(*bytes.get() == *expected, "what was read is not what was written");
+                    served.open().read_exact_at(bytes.bytes(), AT).unwrap();
+                    assert!(*bytes.bytes() == *expected, "what was read is not what was written");
                 }
                 begin.elapsed()
             });
             thread::sleep(Duration::from_millis(200));
             let (file, mut bytes) = (served.open(), Aligned::new(BLOCK_BYTES));
             for block in 1..51 {
-                file.write_all_at(bytes.get(), block * 4096).unwrap();
-                file.read_exact_at(bytes.get(), block * 4096).unwrap();
+                file.write_all_at(bytes.bytes(), block * 4096).unwrap();
+                file.read_exact_at(bytes.bytes(), block * 4096).unwrap();
             }
             let quick = begin.elapsed();
             let slow = slow.join().unwrap();
@@ -198,12 +198,12 @@ fn more_slow_requests_than_a_queue_holds_all_end() {
         let (file, mut bytes) = (served.open(), Aligned::new(BLOCK_BYTES));
         move || {
             for round in 0..5 {
-                fill_run(bytes.get(), number, round);
-                file.write_all_at(bytes.get(), number * 4096).unwrap();
-                file.read_exact_at(bytes.get(), number * 4096).unwrap();
+                fill_run(bytes.bytes(), number, round);
+                file.write_all_at(bytes.bytes(), number * 4096).unwrap();
+                file.read_exact_at(bytes.bytes(), number * 4096).unwrap();
                 let mut expected = vec![0; BLOCK_BYTES];
                 fill_run(&mut expected, number, round);
-                assert!(*bytes.get() == *expected);
+                assert!(*bytes.bytes() == *expected);
             }
         }
     };
@@ -224,8 +224,8 @@ fn serving_allocates_nothing() {
     for round in 0..300u64 {
         let length = if round % 10 == 0 { 1 << 20 } else { BLOCK_BYTES };
         let offset = round * 7 % 768 * 4096;
-        file.write_all_at(&bytes.get()[..length], offset).unwrap();
-        file.read_exact_at(&mut bytes.get()[..length], offset).unwrap();
+        file.write_all_at(&bytes.bytes()[..length], offset).unwrap();
+        file.read_exact_at(&mut bytes.bytes()[..length], offset).unwrap();
         if round % 10 == 5 {
             file.sync_all().unwrap();
             fallocate(&file, HOLE, offset, 8192).unwrap();

@@ -90,10 +90,10 @@ fn a_disk_takes_a_new_size_while_it_is_open() {
     device.resize(8 * MIB).unwrap();
     served.0.resized().unwrap();
     assert_eq!(attribute(served.0.path(), "size"), (8 * MIB / 512).to_string());
-    file.write_all_at(bytes.get(), 8 * MIB - 4096).unwrap();
+    file.write_all_at(bytes.bytes(), 8 * MIB - 4096).unwrap();
     device.resize(MIB).unwrap();
     served.0.resized().unwrap();
-    assert!(file.read_exact_at(bytes.get(), MIB).is_err());
+    assert!(file.read_exact_at(bytes.bytes(), MIB).is_err());
     drop(file);
     served.remove();
 }
@@ -110,8 +110,8 @@ fn a_kernel_that_cannot_change_the_size_is_said_to() {
     let refused = served.0.resized().unwrap_err();
     assert!(matches!(refused, UblkError::TooOld { since: "6.16", .. }), "{refused}");
     let mut bytes = Aligned::new(BLOCK_BYTES);
-    assert!(served.open().read_exact_at(bytes.get(), 2 * MIB).is_err(), "the device is smaller already");
-    served.open().read_exact_at(bytes.get(), 0).unwrap();
+    assert!(served.open().read_exact_at(bytes.bytes(), 2 * MIB).is_err(), "the device is smaller already");
+    served.open().read_exact_at(bytes.bytes(), 0).unwrap();
     served.remove();
 }
 
@@ -162,8 +162,8 @@ fn removal_waits_for_what_is_in_flight() {
     let path = served.0.path().to_owned();
     let writer = thread::spawn(move || {
         let (file, mut bytes) = (open_direct(&path), Aligned::new(BLOCK_BYTES));
-        fill_run(bytes.get(), 0, 7);
-        file.write_all_at(bytes.get(), 0)
+        fill_run(bytes.bytes(), 0, 7);
+        file.write_all_at(bytes.bytes(), 0)
     });
     wait_for("the request is in flight", || {
         attribute(served.0.path(), "inflight").split_whitespace().any(|count| count != "0")
@@ -192,7 +192,7 @@ fn a_disk_that_is_dropped_in_use_fails_its_users_and_hangs_nobody() {
     let reads = open_direct(&path);
     let reader = thread::spawn(move || {
         let mut bytes = Aligned::new(BLOCK_BYTES);
-        while reads.read_exact_at(bytes.get(), 0).is_ok() {}
+        while reads.read_exact_at(bytes.bytes(), 0).is_ok() {}
         said.send(()).unwrap();
     });
     thread::sleep(Duration::from_millis(300));
@@ -223,16 +223,16 @@ fn two_disks_are_two_and_cleaning_leaves_them_alone() {
     assert!(cleaned.removed.is_empty() && cleaned.left.is_empty(), "{cleaned:?}");
     let (mut bytes, mut back) = (Aligned::new(BLOCK_BYTES), Aligned::new(BLOCK_BYTES));
     for (generation, disk) in [(1, &one), (2, &two)] {
-        fill_run(bytes.get(), 0, generation);
-        disk.open().write_all_at(bytes.get(), 0).unwrap();
+        fill_run(bytes.bytes(), 0, generation);
+        disk.open().write_all_at(bytes.bytes(), 0).unwrap();
     }
     for (generation, disk) in [(1, &one), (2, &two)] {
-        fill_run(bytes.get(), 0, generation);
-        disk.open().read_exact_at(back.get(), 0).unwrap();
-        assert!(bytes.get() == back.get());
+        fill_run(bytes.bytes(), 0, generation);
+        disk.open().read_exact_at(back.bytes(), 0).unwrap();
+        assert!(bytes.bytes() == back.bytes());
     }
     one.remove();
-    two.open().read_exact_at(back.get(), 0).unwrap();
+    two.open().read_exact_at(back.bytes(), 0).unwrap();
     two.remove();
 }
 

@@ -6,8 +6,6 @@
 //! virtual one that has. Each test touches no device but those it added; they are removed when it panics too. Contents derive
 //! from the block and its generation, so the model of a disk is a number for each block.
 
-#[path = "../support/aligned.rs"]
-mod aligned;
 #[path = "../support/blocks.rs"]
 mod blocks;
 mod contents;

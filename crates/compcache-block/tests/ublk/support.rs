@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-pub use crate::aligned::Aligned;
 pub use crate::blocks::{Mounted, disk, fill_run, open_direct, run};
 use compcache_block::BlockDevice;
 use compcache_block::ublk::{Ublk, UblkOptions};
+pub use compcache_cache::Aligned;
 use compcache_testkit::features::{Feature, requires};
 
 /// How long a request may take to fail once its server is dead.
