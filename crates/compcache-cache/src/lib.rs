@@ -246,7 +246,8 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Stores pages that were read below since `token` was given, those from `first` on that are not here. To be called once for each run, and with
     /// none if nothing was read.
     pub fn put(&self, worker: &mut Worker, token: Token, first: u32, pages: &[Page]) {
-        let wanted = self.decide(token, first, pages.len());
+        // Mostly all was found, and there is nothing to decide.
+        let wanted = if pages.is_empty() { Wanted::Known } else { self.decide(token, first, pages.len()) };
         let (mut next, mut is_full) = (first, false);
         for pages in pages.chunks(AT_ONCE) {
             is_full |= self.put_some(worker, token, wanted, next, pages);

@@ -293,6 +293,19 @@ fn pages_that_do_not_compress_are_kept_when_they_come_again() {
 }
 
 #[test]
+fn what_is_read_with_pages_that_come_again_is_taken_with_them() {
+    let (cache, mut worker) = cache(16 << 20);
+    let stamp = stamp_of_version(1);
+    // The fourth is new the second time; by itself it would have to come again.
+    for (pages, puts) in [(3, 0), (4, 4)] {
+        let run: Vec<Page> = (0..pages).map(incompressible).collect();
+        let token = cache.begin_read(id(1), stamp, true);
+        cache.put(&mut worker, token, 0, &run);
+        assert_eq!(cache.stats().puts, puts);
+    }
+}
+
+#[test]
 fn memory_stays_within_the_limit_whatever_it_is_changed_to() {
     let (cache, mut worker) = cache(8 << 20);
     let stamp = stamp_of_version(1);
