@@ -206,8 +206,8 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
              cannot tell which of its pages a device writes to"
         }
         Some(Trouble::NotMeant) => {
-            "a process was ended: its threads changed its mappings in the instant in which pages left, and it was not to \
-             get wrong bytes; Linux 6.8 and newer rule this out"
+            "a process was ended: it changed its mappings in the instant in which pages left, and was not to get wrong \
+             bytes; Linux 6.8 and newer rule this out"
         }
         Some(Trouble::NoProc) => "a process ran unpaged: /proc is not mounted or not readable there",
         Some(Trouble::Sanitizer) => {

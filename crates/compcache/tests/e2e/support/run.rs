@@ -437,6 +437,12 @@ impl Outcome {
         }
     }
 
+    /// Where nobody refuses to move the wrong page, a process is ended before it sees a wrong byte: [S39].
+    pub fn was_ended_in_time(&self, way: Way) -> bool {
+        let told = |what| self.stderr.contains(what);
+        way == Way::Remap && told("changed its mappings") && !told("MISMATCH at")
+    }
+
     /// The cap was felt: a test that evicts nothing proves nothing.
     #[track_caller]
     pub fn must_have_evicted(&self) {
