@@ -1,6 +1,6 @@
 //! Which pages left the small queue, or were not taken into it, a short while ago: a fingerprint of each, and nothing else.
 //!
-//! A table of buckets of four; each place holds 32 bits of a page's hash and the turn at which it left. A page is remembered while fewer turns
+//! A table of buckets of eight; each place holds 32 bits of a page's hash and the turn at which it left. A page is remembered while fewer turns
 //! have passed since than the table has places. A full bucket loses its oldest. A false match, one in some billions for each lookup, admits a page
 //! to the main queue that should have begun in the small one.
 //!
@@ -9,7 +9,7 @@
 
 use crate::FileId;
 
-const WAYS: usize = 4;
+const WAYS: usize = 8;
 
 /// Zero: the place is empty. Else the turn in the upper half, the fingerprint in the lower.
 type Left = u64;
@@ -31,7 +31,13 @@ impl Ghost {
         size_of_val(&*self.places) as u64
     }
 
+    /// Remembers a page from now on. One that is remembered already costs no turn: who is refused again and again makes nobody else be forgotten.
     pub fn remember(&mut self, file: FileId, page: u32) {
+        let turn = u64::from(self.turn);
+        if let Some(left) = self.find(file, page) {
+            *left = turn << 32 | *left & u64::from(u32::MAX);
+            return;
+        }
         self.turn = self.turn.checked_add(1).unwrap_or_else(|| {
             // Once in four billion turns all is forgotten.
             self.places.fill(0);
@@ -39,9 +45,8 @@ impl Ghost {
         });
         let turn = self.turn;
         let (bucket, print) = self.bucket(file, page);
-        let same = bucket.iter().position(|left| *left as u32 == print);
         let oldest = (0..WAYS).min_by_key(|way| bucket[*way] >> 32).unwrap_or(0);
-        bucket[same.unwrap_or(oldest)] = u64::from(turn) << 32 | u64::from(print);
+        bucket[oldest] = u64::from(turn) << 32 | u64::from(print);
     }
 
     /// Whether the page left a short while ago.

@@ -12,6 +12,7 @@ use std::collections::{BTreeMap, HashMap};
 use crate::FileId;
 use crate::admission::Admission;
 use crate::ghost::{Ghost, hash};
+use crate::miniature::Miniatures;
 use crate::queues::{Queues, Victim};
 use crate::written::WrittenPages;
 
@@ -135,6 +136,7 @@ pub struct Index<S> {
     pub queues: Queues,
     pub ghost: Ghost,
     pub admission: Admission,
+    pub miniatures: Miniatures,
     pub written: WrittenPages<S>,
     /// What the pages in the queues are taken to cost, in bytes.
     pub charged_bytes: u64,
@@ -159,6 +161,7 @@ impl<S: Copy + PartialEq> Index<S> {
         turns
             + self.queues.bytes()
             + self.ghost.bytes()
+            + self.miniatures.bytes()
             + self.written.bytes()
             + (self.queues.length() * 16 + self.files.count() * 160) as u64
     }
@@ -175,7 +178,8 @@ impl<S: Copy + PartialEq> Index<S> {
 
     /// What the charges are kept below: so many sixteenths of the limit, without what the index has of its own.
     pub fn target_bytes(&self, sixteenths: u64) -> u64 {
-        (self.limit_bytes / 16 * sixteenths).saturating_sub(self.ghost.bytes() + self.written.bytes())
+        let own_bytes = self.ghost.bytes() + self.miniatures.bytes() + self.written.bytes();
+        (self.limit_bytes / 16 * sixteenths).saturating_sub(own_bytes)
     }
 
     /// Whether so many pages more would push out none, whatever they compress to.
@@ -183,10 +187,24 @@ impl<S: Copy + PartialEq> Index<S> {
         self.charged_bytes + pages * charge(4096) <= self.target_bytes(15)
     }
 
+    /// Whether main takes so many pages that the ghost knows, which were read together.
+    pub fn takes_again(&mut self, pages: u64) -> bool {
+        self.is_filling
+            || self.has_room(pages)
+            || !self.miniatures.main_holds()
+            || self.queues.gives_way(pages as usize)
+    }
+
+    /// Tries out which rule finds more of what was asked for lately.
+    pub fn simulate(&mut self) {
+        self.miniatures.simulate((!self.is_filling).then(|| self.queues.length()));
+    }
+
     /// Takes the page that goes next out of its file, and says where in the pool it is: to be discarded there, then released. In the common way one
     /// goes for another; else many at once, long before their time.
     pub fn evict(&mut self, is_common: bool) -> Option<u32> {
-        let Victim { place, file: slot, page, becomes_ghost, is_new } = self.queues.next_victim()?;
+        let Victim { place, file: slot, page, becomes_ghost, is_new } =
+            self.queues.next_victim(self.miniatures.main_holds())?;
         self.is_filling = false;
         let found = self.queues.take_found_in_small();
         if is_common {

@@ -43,6 +43,7 @@ mod admission;
 mod aligned;
 mod ghost;
 mod index;
+mod miniature;
 mod queues;
 mod runs;
 mod stats;
@@ -65,6 +66,7 @@ pub use stats::CacheStats;
 use admission::Admission;
 use ghost::Ghost;
 use index::{Files, Index, Turns, charge};
+use miniature::Miniatures;
 use queues::Queues;
 use written::WrittenPages;
 
@@ -140,8 +142,9 @@ impl<S: Copy + PartialEq> Cache<S> {
             files: Files::new(),
             turns: Turns::new(),
             queues: Queues::new(),
-            ghost: ghost(limit_bytes),
+            ghost: Ghost::new(ghost_pages(limit_bytes)),
             admission: Admission::default(),
+            miniatures: Miniatures::new(ghost_pages(limit_bytes)),
             written: WrittenPages::new(),
             charged_bytes: 0,
             limit_bytes,
@@ -217,6 +220,7 @@ impl<S: Copy + PartialEq> Cache<S> {
         let (mut places, mut count) = ([(0, 0, 0); AT_ONCE], 0);
         {
             let index = &mut *self.lock();
+            index.miniatures.note(token.id, first..first.saturating_add(pages.len() as u32));
             let is_same = index.turns.of(token.id).generation == token.generation;
             if let Some(file) = index.files.at(token.slot).filter(|file| is_same && file.id == token.id) {
                 for (page, place) in file.pages.range(first..first.saturating_add(pages.len() as u32)) {
@@ -371,6 +375,7 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Decides what is wanted of a run of pages that were read together.
     fn decide(&self, token: Token, first: u32, count: usize) -> Wanted {
         let index = &mut *self.lock();
+        index.simulate();
         let pages = first..first.saturating_add(count as u32);
         if !index.is_good(token) || index.limit_bytes < LEAST_BYTES {
             // The record went while they were read, perhaps because nothing of the file was wanted.
@@ -388,7 +393,7 @@ impl<S: Copy + PartialEq> Cache<S> {
         }
         // They were read together, and will be: one that is missing costs as much as all. The ghost forgets some before others.
         if 2 * known > absent {
-            Wanted::Again
+            if index.takes_again(absent) { Wanted::Again } else { Wanted::None }
         } else if absent > 0 && (index.is_filling || index.has_room(absent) || index.admission.takes_new()) {
             Wanted::All
         } else {
@@ -414,7 +419,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             if index.files.at(token.slot).is_none_or(|file| file.pages.contains_key(&page)) {
                 continue;
             }
-            if wanted == Wanted::Known && !index.ghost.has(token.id, page) {
+            if wanted == Wanted::None || wanted == Wanted::Known && !index.ghost.has(token.id, page) {
                 index.ghost.remember(token.id, page);
                 left_out += 1;
             } else if let Some(place) = index.queues.take() {
@@ -493,7 +498,8 @@ impl<S: Copy + PartialEq> Cache<S> {
         let index = &mut *self.lock();
         index.is_filling |= limit_bytes > index.limit_bytes;
         index.limit_bytes = limit_bytes;
-        index.ghost = ghost(limit_bytes);
+        index.ghost = Ghost::new(ghost_pages(limit_bytes));
+        index.miniatures = Miniatures::new(ghost_pages(limit_bytes));
         index.written.fit_buffers(WrittenPages::<S>::buffers_wanted(limit_bytes), Vec::new());
         self.fit_store(index);
         let target = if limit_bytes < LEAST_BYTES { 0 } else { index.target_bytes(15) };
@@ -515,6 +521,7 @@ impl<S: Copy + PartialEq> Cache<S> {
         while let Some(cache) = cache.upgrade() {
             if compacted.elapsed() >= BETWEEN_COMPACTIONS {
                 cache.compact(&mut worker);
+                cache.lock().simulate();
                 compacted = Instant::now();
             }
             if keeps_written {
@@ -608,6 +615,8 @@ impl<S> Index<S> {
 /// What is wanted of a run of pages that were read together, and are not here.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wanted {
+    /// None, though most of them are known to the ghost: main holds.
+    None,
     /// Those that the ghost knows.
     Known,
     /// All.
@@ -719,8 +728,8 @@ impl<S: Copy + PartialEq> Drop for Writing<'_, S> {
     }
 }
 
-fn ghost(limit_bytes: u64) -> Ghost {
-    Ghost::new((limit_bytes / GHOST_PER_BYTES).clamp(64, GHOST_PAGES_MAX) as usize)
+fn ghost_pages(limit_bytes: u64) -> usize {
+    (limit_bytes / GHOST_PER_BYTES).clamp(64, GHOST_PAGES_MAX) as usize
 }
 
 /// Pages beyond the last that is kept are not here anyway.

@@ -15,7 +15,8 @@
 //!
 //! Example, 1000 pages: 100 may be in small. A page that comes when there are 150 in small makes the first of those go, or move to main if it was
 //! read; only when small has its tenth or less does main give one up. While nothing has to go yet, what is too much for small goes to main (as in the
-//! authors' own program, libCacheSim; the caller knows).
+//! authors' own program, libCacheSim; the caller knows). A page that is a ghost may also have to challenge one of main before it is taken
+//! (`miniature`).
 //!
 //! A page is a *place*: a number from 0, which is also its index in the pool. Places are used again; each use has another version. 32
 //! bytes a place. Arithmetic only: no lock, no pool.
@@ -169,8 +170,9 @@ impl Queues {
         self.free.push(place);
     }
 
-    /// The page that is to go: out of its queue, the place still taken. `None` if there is no page.
-    pub fn next_victim(&mut self) -> Option<Victim> {
+    /// The page that is to go: out of its queue, the place still taken. `None` if there is no page. Where main holds, what was read in the small queue challenges a
+    /// page of main, too, before it goes there, and else stays where it is.
+    pub fn next_victim(&mut self, main_holds: bool) -> Option<Victim> {
         loop {
             let from_small = self.is_small_full() || self.main.length == 0;
             let place = if from_small { self.small.oldest } else { self.main.oldest };
@@ -185,11 +187,31 @@ impl Queues {
             }
             self.found_in_small += u32::from(from_small && at.is_of_read);
             at.reads = if from_small { 0 } else { at.reads - 1 };
-            self.push(place, State::Main);
+            let stays = from_small && main_holds && !self.gives_way(1);
+            self.push(place, if stays { State::Small } else { State::Main });
         }
     }
 
-    /// How many pages that came by a read have left the small queue for main, since this was last asked.
+    /// So many pages that come again challenge the oldest of main, each another one: whether none of these was read since it was last challenged. Such stay the
+    /// oldest; others become the newest, and have to be read again until next time.
+    pub fn gives_way(&mut self, count: usize) -> bool {
+        let challenged = count.min(self.main.length);
+        let (mut unread, mut next) = (count - challenged, self.main.oldest);
+        for _ in 0..challenged {
+            let place = next;
+            let at = &mut self.places[place as usize];
+            next = at.newer;
+            if mem::take(&mut at.reads) == 0 {
+                unread += 1;
+            } else {
+                self.unlink(place);
+                self.push(place, State::Main);
+            }
+        }
+        unread == count
+    }
+
+    /// How many pages that came by a read were found in the small queue when their turn came to leave it, since this was last asked.
     pub fn take_found_in_small(&mut self) -> u32 {
         mem::take(&mut self.found_in_small)
     }
@@ -248,7 +270,7 @@ mod tests {
     }
 
     fn evict(queues: &mut Queues) -> Victim {
-        let victim = queues.next_victim().unwrap();
+        let victim = queues.next_victim(false).unwrap();
         queues.release(victim.place);
         victim
     }
@@ -276,7 +298,35 @@ mod tests {
         places.iter().step_by(2).for_each(|place| queues.count_read(*place));
         let pages: Vec<u32> = (0..10).map(|_| evict(&mut queues).page).collect();
         assert_eq!(pages, [1, 3, 5, 7, 9, 0, 2, 4, 6, 8]);
-        assert_eq!(queues.next_victim(), None);
+        assert_eq!(queues.next_victim(false), None);
+    }
+
+    #[test]
+    fn what_is_read_between_two_challenges_holds_and_gives_way_else() {
+        let mut queues = Queues::new();
+        let places: Vec<u32> = (0..10).map(|page| add(&mut queues, page, true)).collect();
+        assert!(queues.gives_way(4) && queues.gives_way(4), "a challenge that is won is not over");
+        places[..8].iter().for_each(|place| (0..3).for_each(|_| queues.count_read(*place)));
+        assert!(!queues.gives_way(3) && !queues.gives_way(5));
+        assert!(queues.gives_way(2), "the two that nobody read are the oldest now");
+        assert_eq!([evict(&mut queues).page, evict(&mut queues).page], [8, 9]);
+        queues.count_read(places[0]);
+        assert!(!queues.gives_way(1) && queues.gives_way(8) && queues.gives_way(17), "who is not there does not hold");
+        let pages: Vec<u32> = (0..8).map(|_| evict(&mut queues).page).collect();
+        assert_eq!(pages, [1, 2, 3, 4, 5, 6, 7, 0]);
+    }
+
+    #[test]
+    fn where_main_holds_what_was_read_in_the_small_queue_stays_there() {
+        // What was read goes to main, and on from there, where all others were read, too; or the next one goes.
+        for (main_holds, page) in [(false, 90), (true, 91)] {
+            let mut queues = Queues::new();
+            let main: Vec<u32> = (0..90).map(|page| add(&mut queues, page, true)).collect();
+            let new: Vec<u32> = (90..101).map(|page| add(&mut queues, page, false)).collect();
+            main.iter().for_each(|place| queues.count_read(*place));
+            queues.count_read(new[0]);
+            assert_eq!(queues.next_victim(main_holds).unwrap().page, page);
+        }
     }
 
     #[test]
@@ -310,7 +360,7 @@ mod tests {
             }
             assert_eq!(queues.length(), there.len());
         }
-        while let Some(victim) = queues.next_victim() {
+        while let Some(victim) = queues.next_victim(false) {
             queues.release(victim.place);
             there.retain(|place| *place != victim.place);
         }

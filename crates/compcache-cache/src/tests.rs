@@ -187,6 +187,39 @@ fn a_file_larger_than_the_cache_that_is_read_in_order_again_is_found_in_part() {
     }
 }
 
+/// Both by page and by the run.
+#[test]
+fn a_file_a_little_larger_than_the_cache_that_is_read_again_in_any_order_is_found_as_far_as_it_fits() {
+    for run in [1, 16] {
+        let (cache, mut worker) = cache(4 << 20);
+        let stamp = stamp_of_version(1);
+        let mut rng = fastrand::Rng::with_seed(9);
+        let mut firsts: Vec<u32> = (0..6144).step_by(run).collect();
+        let (mut here, mut fit) = (0, 0);
+        for _ in 0..12 {
+            rng.shuffle(&mut firsts);
+            let before = cache.stats();
+            for first in &firsts {
+                let token = cache.begin_read(id(1), stamp, true);
+                let (mut pages, mut found) = (vec![[0; 4096]; run], vec![false; run]);
+                cache.get(&mut worker, token, *first, &mut pages, &mut found);
+                for ((page, now), found) in (*first..).zip(&mut pages).zip(&found) {
+                    let then = content(1, page, 1);
+                    assert!(!found || *now == then);
+                    *now = then;
+                }
+                for missing in missing(&found) {
+                    cache.took_below(missing.len(), Duration::from_millis(1));
+                    cache.put(&mut worker, token, first + missing.start as u32, &pages[missing]);
+                }
+            }
+            let after = cache.stats();
+            (here, fit) = (after.succ_gets - before.succ_gets, after.pages_stored);
+        }
+        assert!((4000..5500).contains(&fit) && here > fit / 5 * 4, "{here} of {fit} that fit, in runs of {run}");
+    }
+}
+
 #[test]
 fn new_pages_are_taken_only_where_that_pays_and_all_while_there_is_room() {
     let (cache, mut worker) = cache(2 << 20);
