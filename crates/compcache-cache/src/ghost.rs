@@ -1,7 +1,7 @@
-//! Which pages left the small queue, or were not taken into it, a short while ago: a fingerprint of each, and nothing else.
+//! Which pages left the small queue, or were not taken, a short while ago: a fingerprint of each, when that was, and nothing else.
 //!
-//! A table of buckets of eight; each place holds 32 bits of a page's hash and the turn at which it left. A page is remembered while fewer turns
-//! have passed since than the table has places. A full bucket loses its oldest. A false match, one in some billions for each lookup, admits a page
+//! A table of buckets of eight; each place holds 32 bits of a page's hash and the time, counted in pages that were asked for. A full bucket loses its oldest: a table of so
+//! many places remembers seven of eight of as many pages, and an eighth of its places have older ones. A false match, one in some billions for each lookup, admits a page
 //! to the main queue that should have begun in the small one.
 //!
 //! # Source
@@ -11,19 +11,20 @@ use crate::FileId;
 
 const WAYS: usize = 8;
 
-/// Zero: the place is empty. Else the turn in the upper half, the fingerprint in the lower.
+/// Zero: the place is empty. Else the time in the upper half, the fingerprint in the lower.
 type Left = u64;
 
 pub struct Ghost {
     /// Buckets, one after the other. Zeroes take no memory until they are written to.
     places: Box<[Left]>,
-    turn: u32,
+    /// Pages that were asked for. It begins anew after four billion, when what is old seems new, once.
+    now: u32,
 }
 
 impl Ghost {
     /// Remembers about `pages` pages, 8 bytes each.
     pub fn new(pages: usize) -> Ghost {
-        Ghost { places: vec![0; pages.div_ceil(WAYS).next_power_of_two() * WAYS].into(), turn: 0 }
+        Ghost { places: vec![0; pages.div_ceil(WAYS).next_power_of_two() * WAYS].into(), now: 1 }
     }
 
     /// The memory it takes once it is full, in bytes.
@@ -31,22 +32,24 @@ impl Ghost {
         size_of_val(&*self.places) as u64
     }
 
-    /// Remembers a page from now on. One that is remembered already costs no turn: who is refused again and again makes nobody else be forgotten.
+    /// So many pages were asked for.
+    pub fn pass(&mut self, pages: u32) {
+        self.now = self.now.wrapping_add(pages);
+    }
+
     pub fn remember(&mut self, file: FileId, page: u32) {
-        let turn = u64::from(self.turn);
-        if let Some(left) = self.find(file, page) {
-            *left = turn << 32 | *left & u64::from(u32::MAX);
-            return;
-        }
-        self.turn = self.turn.checked_add(1).unwrap_or_else(|| {
-            // Once in four billion turns all is forgotten.
-            self.places.fill(0);
-            1
-        });
-        let turn = self.turn;
+        let now = self.now;
         let (bucket, print) = self.bucket(file, page);
-        let oldest = (0..WAYS).min_by_key(|way| bucket[*way] >> 32).unwrap_or(0);
-        bucket[oldest] = u64::from(turn) << 32 | u64::from(print);
+        let age = |left: Left| if left == 0 { u32::MAX } else { now.wrapping_sub((left >> 32) as u32) };
+        let same = bucket.iter().position(|left| *left != 0 && *left as u32 == print);
+        let oldest = (0..WAYS).max_by_key(|way| age(bucket[*way])).unwrap_or(0);
+        bucket[same.unwrap_or(oldest)] = u64::from(now) << 32 | u64::from(print);
+    }
+
+    /// How many pages were asked for since this one was remembered, if it is.
+    pub fn age(&mut self, file: FileId, page: u32) -> Option<u32> {
+        let now = self.now;
+        self.find(file, page).map(|left| now.wrapping_sub((*left >> 32) as u32))
     }
 
     /// Whether the page left a short while ago.
@@ -60,9 +63,8 @@ impl Ghost {
     }
 
     fn find(&mut self, file: FileId, page: u32) -> Option<&mut Left> {
-        let (span, turn) = (self.places.len() as u64, u64::from(self.turn));
         let (bucket, print) = self.bucket(file, page);
-        bucket.iter_mut().find(|left| **left != 0 && **left as u32 == print && turn - (**left >> 32) < span)
+        bucket.iter_mut().find(|left| **left != 0 && **left as u32 == print)
     }
 
     /// Where the page would be, and its fingerprint.
@@ -90,19 +92,24 @@ mod tests {
     const FILE: FileId = FileId { dev: 1, ino: 2 };
 
     #[test]
-    fn a_page_is_remembered_once_and_for_about_as_many_turns_as_there_are_places() {
+    fn a_page_is_remembered_once_with_its_age_and_for_about_as_many_pages_as_there_are_places() {
         let mut ghost = Ghost::new(1024);
         ghost.remember(FILE, 7);
-        assert!(!ghost.take(FILE, 8));
-        assert!(!ghost.take(FileId { dev: 2, ino: 2 }, 7));
-        assert!(ghost.take(FILE, 7));
-        assert!(!ghost.take(FILE, 7), "it was taken");
+        assert!(!ghost.has(FILE, 8) && !ghost.has(FileId { dev: 2, ino: 2 }, 7));
+        ghost.pass(5);
+        assert_eq!(ghost.age(FILE, 7), Some(5));
+        assert!(ghost.take(FILE, 7) && !ghost.take(FILE, 7), "it was taken");
         ghost.remember(FILE, 7);
-        for page in 1000..1000 + 1024 {
+        for page in 1000..1000 + 4096 {
+            ghost.pass(1);
             ghost.remember(FILE, page);
+            if page % 16 == 0 {
+                ghost.remember(FILE, 1000);
+            }
         }
-        assert!(!ghost.take(FILE, 7), "too long ago");
-        let kept = (1000..1000 + 1024).filter(|page| ghost.take(FILE, *page)).count();
-        assert!(kept > 700, "{kept} of the last 1024");
+        assert!(!ghost.has(FILE, 7), "too long ago");
+        assert!(ghost.has(FILE, 1000), "not so long ago");
+        let kept = (4096 + 1000 - 1024..4096 + 1000).filter(|page| ghost.take(FILE, *page)).count();
+        assert!((850..950).contains(&kept), "{kept} of the last 1024");
     }
 }

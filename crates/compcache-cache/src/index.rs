@@ -9,12 +9,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use crate::FileId;
 use crate::admission::Admission;
 use crate::ghost::{Ghost, hash};
 use crate::miniature::Miniatures;
 use crate::queues::{Queues, Victim};
 use crate::written::WrittenPages;
+use crate::{FileId, Wanted};
 
 const TURNS: usize = 4096;
 
@@ -187,12 +187,17 @@ impl<S: Copy + PartialEq> Index<S> {
         self.charged_bytes + pages * charge(4096) <= self.target_bytes(15)
     }
 
-    /// Whether main takes so many pages that the ghost knows, which were read together.
-    pub fn takes_again(&mut self, pages: u64) -> bool {
-        self.is_filling
-            || self.has_room(pages)
-            || !self.miniatures.main_holds()
-            || self.queues.gives_way(pages as usize)
+    /// What is wanted of pages that were read together, of which so many are not here and the ghost knows most; `soon`: they are asked for again already.
+    pub fn wants_again(&mut self, pages: u64, soon: bool) -> Wanted {
+        if self.is_filling || self.has_room(pages) || !self.miniatures.main_holds() {
+            Wanted::Again
+        } else if soon {
+            Wanted::Soon
+        } else if self.queues.gives_way(pages as usize) {
+            Wanted::Again
+        } else {
+            Wanted::None
+        }
     }
 
     /// Tries out which rule finds more of what was asked for lately.

@@ -66,7 +66,7 @@ pub use stats::CacheStats;
 use admission::Admission;
 use ghost::Ghost;
 use index::{Files, Index, Turns, charge};
-use miniature::Miniatures;
+use miniature::{Miniatures, soon_pages};
 use queues::Queues;
 use written::WrittenPages;
 
@@ -202,29 +202,30 @@ impl<S: Copy + PartialEq> Cache<S> {
         index.files.find(id).is_some_and(|(_, file)| file.pages.range(first..end).count() == count)
     }
 
-    /// Reads the pages from `first` on that are here into `pages`, and says of each in `found` whether it was.
+    /// Reads the pages from `first` on that are here into `pages`, and says of each in `found` whether it was. One that lies so between others that were not
+    /// that it is read below along with them (`missing`) is counted as not found: it saves nothing.
     pub fn get(&self, worker: &mut Worker, token: Token, first: u32, pages: &mut [Page], found: &mut [bool]) {
-        let mut next = first;
+        let (mut next, mut saved) = (first, 0);
         for (pages, found) in pages.chunks_mut(AT_ONCE).zip(found.chunks_mut(AT_ONCE)) {
-            self.get_some(worker, token, next, pages, found);
+            saved += self.get_some(worker, token, next, pages, found);
             next = next.saturating_add(AT_ONCE as u32);
         }
-        let here = found.iter().filter(|found| **found).count() as u64;
-        self.found.fetch_add(here, Relaxed);
-        self.missed.fetch_add(found.len() as u64 - here, Relaxed);
+        self.found.fetch_add(saved as u64, Relaxed);
+        self.missed.fetch_add((found.len() - saved) as u64, Relaxed);
     }
 
-    fn get_some(&self, worker: &mut Worker, token: Token, first: u32, pages: &mut [Page], found: &mut [bool]) {
+    /// Returns how many pages need not be read below.
+    fn get_some(&self, worker: &mut Worker, token: Token, first: u32, pages: &mut [Page], found: &mut [bool]) -> usize {
         found.fill(false);
         // Page, place and version.
         let (mut places, mut count) = ([(0, 0, 0); AT_ONCE], 0);
         {
             let index = &mut *self.lock();
+            index.ghost.pass(pages.len() as u32);
             index.miniatures.note(token.id, first..first.saturating_add(pages.len() as u32));
             let is_same = index.turns.of(token.id).generation == token.generation;
             if let Some(file) = index.files.at(token.slot).filter(|file| is_same && file.id == token.id) {
                 for (page, place) in file.pages.range(first..first.saturating_add(pages.len() as u32)) {
-                    index.queues.count_read(*place);
                     places[count] = (*page, *place, index.queues.version(*place));
                     count += 1;
                 }
@@ -236,10 +237,21 @@ impl<S: Copy + PartialEq> Cache<S> {
             // A damaged page is read below instead; it is replaced when it has gone.
             found[at] = self.pool.read(worker, PageIndex((*place).into()), &mut pages[at]) == Ok(Read::Done);
         }
-        let index = self.lock();
+        let index = &mut *self.lock();
         for (page, place, version) in places {
             found[(page - first) as usize] &= index.queues.version(*place) == *version;
         }
+        let mut runs = missing(found).peekable();
+        let mut saved = 0;
+        for (page, place, _) in places {
+            let at = (page - first) as usize;
+            while runs.next_if(|run| run.end <= at).is_some() {}
+            if found[at] && runs.peek().is_none_or(|run| at < run.start) {
+                index.queues.count_read(*place);
+                saved += 1;
+            }
+        }
+        saved
     }
 
     /// Pages were read below, so many in this time: what it saves to find one here, by which it is decided whether new ones are taken (`admission`).
@@ -282,7 +294,11 @@ impl<S: Copy + PartialEq> Cache<S> {
         index.admission.took_compressing(written.iter().flatten().count(), took);
         let is_good = index.is_good(token);
         for ((page, place), written) in places.iter().zip(written) {
-            let comes = if wanted == Wanted::Again { Comes::Again } else { Comes::Read };
+            let comes = match wanted {
+                Wanted::Again => Comes::Again,
+                Wanted::Soon => Comes::Soon,
+                Wanted::None | Wanted::Known | Wanted::All => Comes::Read,
+            };
             self.settle(index, token.slot, *page, *place, written.filter(|_| is_good), comes);
         }
         self.trim(index, is_full);
@@ -384,16 +400,19 @@ impl<S: Copy + PartialEq> Cache<S> {
             }
             return Wanted::Known;
         }
-        let (mut absent, mut known) = (0, 0);
+        let soon = soon_pages(index.queues.length());
+        let (mut absent, mut known, mut known_soon) = (0, 0, 0);
         for page in pages {
             if index.files.at(token.slot).is_some_and(|file| !file.pages.contains_key(&page)) {
                 absent += 1;
-                known += u64::from(index.ghost.has(token.id, page));
+                let age = index.ghost.age(token.id, page);
+                known += u64::from(age.is_some());
+                known_soon += u64::from(age.is_some_and(|age| age < soon));
             }
         }
         // They were read together, and will be: one that is missing costs as much as all. The ghost forgets some before others.
         if 2 * known > absent {
-            if index.takes_again(absent) { Wanted::Again } else { Wanted::None }
+            index.wants_again(absent, 2 * known_soon > absent)
         } else if absent > 0 && (index.is_filling || index.has_room(absent) || index.admission.takes_new()) {
             Wanted::All
         } else {
@@ -442,11 +461,11 @@ impl<S: Copy + PartialEq> Cache<S> {
             // Another read of the same page was quicker.
             return self.release(index, place);
         }
-        let is_again = comes != Comes::Written && (index.ghost.take(id, page) || comes == Comes::Again);
+        let is_known = comes != Comes::Written && index.ghost.take(id, page) || comes == Comes::Again;
         let bytes = match written {
             Written::SameFilled => 0,
             Written::Compressed { bytes } => bytes,
-            Written::Raw if is_again => 4096,
+            Written::Raw if is_known => 4096,
             Written::Raw => {
                 if comes != Comes::Written {
                     index.ghost.remember(id, page);
@@ -455,7 +474,9 @@ impl<S: Copy + PartialEq> Cache<S> {
                 return self.release(index, place);
             }
         };
-        index.admit(slot, page, place, bytes, comes != Comes::Written, is_again);
+        // By themselves they challenge nobody.
+        let to_main = comes == Comes::Again || is_known && !index.miniatures.main_holds();
+        index.admit(slot, page, place, bytes, comes != Comes::Written, to_main);
         self.stored.fetch_add(1, Relaxed);
     }
 
@@ -623,6 +644,8 @@ enum Wanted {
     All,
     /// All, and most of them are known to the ghost.
     Again,
+    /// The same, since a short while ago: they are new once more, for main holds.
+    Soon,
 }
 
 /// Why a page is to be stored.
@@ -632,6 +655,8 @@ enum Comes {
     Read,
     /// The same, and most of those that were read with it are known to the ghost.
     Again,
+    /// The same, and they are new all the same.
+    Soon,
     /// Somebody wrote it, which is no sign that it is read.
     Written,
 }

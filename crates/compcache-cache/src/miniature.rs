@@ -37,7 +37,7 @@ const GROUP_SHIFT: u32 = 5;
 const ASKED_MAX: usize = 1024;
 const PLACES_MIN: usize = 8;
 /// What was found loses half of its weight whenever so many times the places were asked for.
-const MEMORY_IN_PLACES: u32 = 4;
+const MEMORY_IN_PLACES: usize = 2;
 /// Beside its place, what a page takes in a map, in bytes.
 const MAP_BYTES: usize = 24;
 
@@ -66,18 +66,23 @@ impl Miniature {
 
     /// Somebody asks for a page; those that are here are as many as `places` at most.
     fn ask(&mut self, key: u64, places: usize) {
+        self.ghost.pass(1);
         if let Some(place) = self.places.get(&key) {
             self.queues.count_read(*place);
             self.found += 1;
             return;
         }
-        let is_known = self.ghost.take(named(key), 0);
-        let is_full = self.queues.length() >= places && !self.is_filling;
-        if is_known && is_full && self.holds && !self.queues.gives_way(1) {
-            return self.ghost.remember(named(key), 0);
+        let age = self.ghost.age(named(key), 0);
+        let (mut to_main, is_full) = (age.is_some(), self.queues.length() >= places && !self.is_filling);
+        if let Some(age) = age.filter(|_| is_full && self.holds) {
+            to_main = age >= soon_pages(self.queues.length());
+            if to_main && !self.queues.gives_way(1) {
+                return self.ghost.remember(named(key), 0);
+            }
         }
+        self.ghost.take(named(key), 0);
         let Some(place) = self.queues.take() else { return };
-        let to_main = is_known || self.is_filling && self.queues.is_small_full();
+        to_main |= self.is_filling && self.queues.is_small_full();
         self.queues.admit(place, ((key >> 32) as u32, key as u32), 0, true, to_main);
         self.places.insert(key, place);
         while self.queues.length() > places
@@ -96,6 +101,11 @@ impl Miniature {
     fn bytes(&self) -> u64 {
         self.queues.bytes() + self.ghost.bytes() + (self.places.capacity() * MAP_BYTES) as u64
     }
+}
+
+/// Of a cache with so many pages: what is asked for again before so many others were, is wanted at once.
+pub fn soon_pages(pages: usize) -> u32 {
+    (pages / 4) as u32
 }
 
 fn named(key: u64) -> FileId {
@@ -141,7 +151,7 @@ impl Miniatures {
         while next < pages.end {
             let group = next >> GROUP_SHIFT;
             let end = pages.end.min((group + 1) << GROUP_SHIFT);
-            if hash(file, group) % SAMPLED == 0 {
+            if hash(file, group).is_multiple_of(SAMPLED) {
                 let room = ASKED_MAX - self.asked.len();
                 self.asked.extend((next..end).take(room).map(|page| hash(file, page)));
             }
@@ -160,7 +170,7 @@ impl Miniatures {
         if other > same + same / 16 + 1 {
             self.main_holds = !self.main_holds;
         }
-        if self.simulated as usize > places.saturating_mul(MEMORY_IN_PLACES as usize) {
+        if self.simulated as usize > places.saturating_mul(MEMORY_IN_PLACES) {
             self.simulated = 0;
             self.both.iter_mut().for_each(|miniature| miniature.found /= 2);
         }
@@ -214,7 +224,7 @@ mod tests {
         let mut miniatures = Miniatures::new(PAGES);
         miniatures.note(FILE, 0..COUNT);
         let asked = miniatures.asked.clone();
-        assert!((200..800).contains(&asked.len()) && asked.len() % 32 == 0, "{} of {COUNT}", asked.len());
+        assert!((200..800).contains(&asked.len()) && asked.len().is_multiple_of(32), "{} of {COUNT}", asked.len());
         miniatures.simulate(None);
         assert!(miniatures.asked.is_empty() && miniatures.both.iter().all(|each| each.queues.length() == asked.len()));
         // Part by part it is the same.

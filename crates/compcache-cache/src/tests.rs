@@ -187,36 +187,71 @@ fn a_file_larger_than_the_cache_that_is_read_in_order_again_is_found_in_part() {
     }
 }
 
-/// Both by page and by the run.
 #[test]
-fn a_file_a_little_larger_than_the_cache_that_is_read_again_in_any_order_is_found_as_far_as_it_fits() {
+fn what_is_read_along_below_is_found_but_saves_nothing() {
+    let (cache, mut worker) = cache(16 << 20);
+    let stamp = stamp_of_version(1);
+    let token = cache.begin_read(id(1), stamp, true);
+    for page in [0, 2, 4, 5] {
+        cache.put(&mut worker, token, page, &[content(1, page, 1)]);
+    }
+    let (mut pages, mut found) = (vec![[0; 4096]; 7], vec![false; 7]);
+    cache.get(&mut worker, token, 0, &mut pages, &mut found);
+    assert_eq!(found, [true, false, true, false, true, true, false]);
+    assert!(pages[2] == content(1, 2, 1));
+    assert_eq!((cache.stats().succ_gets, cache.stats().failed_gets), (1, 6));
+    let (mut pages, mut found) = (vec![[0; 4096]; 2], vec![false; 2]);
+    cache.get(&mut worker, token, 4, &mut pages, &mut found);
+    assert_eq!((cache.stats().succ_gets, cache.stats().failed_gets), (3, 6));
+}
+
+/// Reads runs of pages from the pages `firsts` on, through the cache. Returns how many were found and how many are stored then.
+fn read_runs(cache: &Cache<Stamp>, worker: &mut Worker, run: usize, firsts: impl Iterator<Item = u32>) -> (u64, u64) {
+    let (stamp, before) = (stamp_of_version(1), cache.stats());
+    for first in firsts {
+        let token = cache.begin_read(id(1), stamp, true);
+        let (mut pages, mut found) = (vec![[0; 4096]; run], vec![false; run]);
+        cache.get(worker, token, first, &mut pages, &mut found);
+        for ((page, now), found) in (first..).zip(&mut pages).zip(&found) {
+            let then = content(1, page, 1);
+            assert!(!found || *now == then);
+            *now = then;
+        }
+        for missing in missing(&found) {
+            cache.took_below(missing.len(), Duration::from_millis(1));
+            cache.put(worker, token, first + missing.start as u32, &pages[missing]);
+        }
+    }
+    let after = cache.stats();
+    (after.succ_gets - before.succ_gets, after.pages_stored)
+}
+
+/// By the page and by the run.
+#[test]
+fn of_a_file_a_little_larger_than_the_cache_as_much_is_found_as_fits_and_then_what_is_used_most() {
+    const PAGES: usize = 6144;
     for run in [1, 16] {
         let (cache, mut worker) = cache(4 << 20);
-        let stamp = stamp_of_version(1);
         let mut rng = fastrand::Rng::with_seed(9);
-        let mut firsts: Vec<u32> = (0..6144).step_by(run).collect();
+        let mut firsts: Vec<u32> = (0..PAGES as u32).step_by(run).collect();
         let (mut here, mut fit) = (0, 0);
         for _ in 0..12 {
             rng.shuffle(&mut firsts);
-            let before = cache.stats();
-            for first in &firsts {
-                let token = cache.begin_read(id(1), stamp, true);
-                let (mut pages, mut found) = (vec![[0; 4096]; run], vec![false; run]);
-                cache.get(&mut worker, token, *first, &mut pages, &mut found);
-                for ((page, now), found) in (*first..).zip(&mut pages).zip(&found) {
-                    let then = content(1, page, 1);
-                    assert!(!found || *now == then);
-                    *now = then;
-                }
-                for missing in missing(&found) {
-                    cache.took_below(missing.len(), Duration::from_millis(1));
-                    cache.put(&mut worker, token, first + missing.start as u32, &pages[missing]);
-                }
-            }
-            let after = cache.stats();
-            (here, fit) = (after.succ_gets - before.succ_gets, after.pages_stored);
+            (here, fit) = read_runs(&cache, &mut worker, run, firsts.iter().copied());
         }
         assert!((4000..5500).contains(&fit) && here > fit / 5 * 4, "{here} of {fit} that fit, in runs of {run}");
+        // Nine of ten reads go to one tenth.
+        for _ in 0..2 {
+            let among = |tenth: u8| if tenth == 0 { firsts.len() } else { firsts.len() / 10 };
+            let skewed: Vec<u32> = (0..firsts.len())
+                .map(|_| among(rng.u8(..10)))
+                .collect::<Vec<_>>()
+                .into_iter()
+                .map(|count| firsts[rng.usize(..count)])
+                .collect();
+            (here, _) = read_runs(&cache, &mut worker, run, skewed.into_iter());
+        }
+        assert!(here as usize > PAGES / 10 * 9, "{here} of {PAGES} are found, in runs of {run}");
     }
 }
 
