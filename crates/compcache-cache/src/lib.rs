@@ -221,7 +221,7 @@ impl<S: Copy + PartialEq> Cache<S> {
         let (mut places, mut count) = ([(0, 0, 0); AT_ONCE], 0);
         {
             let index = &mut *self.lock();
-            index.ghost.pass(pages.len() as u32);
+            index.ghost.pass(pages.len(), index.queues.length());
             index.miniatures.note(token.id, first..first.saturating_add(pages.len() as u32));
             let is_same = index.turns.of(token.id).generation == token.generation;
             if let Some(file) = index.files.at(token.slot).filter(|file| is_same && file.id == token.id) {
@@ -246,9 +246,11 @@ impl<S: Copy + PartialEq> Cache<S> {
         for (page, place, _) in places {
             let at = (page - first) as usize;
             while runs.next_if(|run| run.end <= at).is_some() {}
-            if found[at] && runs.peek().is_none_or(|run| at < run.start) {
+            let saves = found[at] && runs.peek().is_none_or(|run| at < run.start);
+            saved += usize::from(saves);
+            // Where main holds, it is to hold what saves something: runs that are here as a whole.
+            if saves || found[at] && !index.miniatures.main_holds() {
                 index.queues.count_read(*place);
-                saved += 1;
             }
         }
         saved

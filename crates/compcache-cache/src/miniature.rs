@@ -66,7 +66,7 @@ impl Miniature {
 
     /// Somebody asks for a page; those that are here are as many as `places` at most.
     fn ask(&mut self, key: u64, places: usize) {
-        self.ghost.pass(1);
+        self.ghost.pass(1, self.queues.length());
         if let Some(place) = self.places.get(&key) {
             self.queues.count_read(*place);
             self.found += 1;
