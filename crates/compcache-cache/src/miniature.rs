@@ -37,7 +37,7 @@ const GROUP_SHIFT: u32 = 5;
 const ASKED_MAX: usize = 1024;
 const PLACES_MIN: usize = 8;
 /// What was found loses half of its weight whenever so many times the places were asked for.
-const MEMORY_IN_PLACES: usize = 2;
+const MEMORY_IN_PLACES: usize = 1;
 /// Beside its place, what a page takes in a map, in bytes.
 const MAP_BYTES: usize = 24;
 
