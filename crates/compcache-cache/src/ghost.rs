@@ -31,6 +31,11 @@ impl Ghost {
         Ghost { places: vec![0; places].into(), now: 1, span: places as u32 }
     }
 
+    /// Pages it has places for.
+    pub fn length(&self) -> usize {
+        self.places.len()
+    }
+
     /// The memory it takes once it is full, in bytes.
     pub fn bytes(&self) -> u64 {
         size_of_val(&*self.places) as u64

@@ -189,7 +189,8 @@ impl<S: Copy + PartialEq> Index<S> {
 
     /// What is wanted of pages that were read together, of which so many are not here and the ghost knows most; `soon`: they are asked for again already.
     pub fn wants_again(&mut self, pages: u64, soon: bool) -> Wanted {
-        if self.is_filling || self.has_room(pages) || !self.miniatures.main_holds() {
+        let costs_main = !self.queues.is_small_swollen() && !self.has_room(pages);
+        if self.is_filling || !costs_main || !self.miniatures.main_holds() {
             Wanted::Again
         } else if soon {
             Wanted::Soon
@@ -202,7 +203,9 @@ impl<S: Copy + PartialEq> Index<S> {
 
     /// Tries out which rule finds more of what was asked for lately.
     pub fn simulate(&mut self) {
-        self.miniatures.simulate((!self.is_filling).then(|| self.queues.length()));
+        // While it fills, for more than it has, but not for however many are asked for.
+        let length = self.queues.length();
+        self.miniatures.simulate(if self.is_filling { length.max(2 * self.ghost.length()) } else { length });
     }
 
     /// Takes the page that goes next out of its file, and says where in the pool it is: to be discarded there, then released. In the common way one

@@ -205,24 +205,44 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Reads the pages from `first` on that are here into `pages`, and says of each in `found` whether it was. One that lies so between others that were not
     /// that it is read below along with them (`missing`) is counted as not found: it saves nothing.
     pub fn get(&self, worker: &mut Worker, token: Token, first: u32, pages: &mut [Page], found: &mut [bool]) {
-        let (mut next, mut saved) = (first, 0);
+        let mut next = first;
         for (pages, found) in pages.chunks_mut(AT_ONCE).zip(found.chunks_mut(AT_ONCE)) {
-            saved += self.get_some(worker, token, next, pages, found);
+            self.get_some(worker, token, next, pages, found);
             next = next.saturating_add(AT_ONCE as u32);
         }
+        let saved = self.count_reads(token, first, found);
         self.found.fetch_add(saved as u64, Relaxed);
         self.missed.fetch_add((found.len() - saved) as u64, Relaxed);
     }
 
-    /// Returns how many pages need not be read below.
-    fn get_some(&self, worker: &mut Worker, token: Token, first: u32, pages: &mut [Page], found: &mut [bool]) -> usize {
+    /// Counts the pages of a request that were found as read. Returns how many need not be read below.
+    fn count_reads(&self, token: Token, first: u32, found: &[bool]) -> usize {
+        let index = &mut *self.lock();
+        let end = first.saturating_add(found.len() as u32);
+        index.ghost.pass(found.len(), index.queues.length());
+        index.miniatures.note(token.id, first..end);
+        let read_along = missing(found).map(|run| found[run].iter().filter(|found| **found).count()).sum::<usize>();
+        let saved = found.iter().filter(|found| **found).count() - read_along;
+        let Some(file) = index.files.at(token.slot).filter(|file| file.id == token.id) else { return saved };
+        let mut runs = missing(found).peekable();
+        for (page, place) in file.pages.range(first..end) {
+            let at = (page - first) as usize;
+            while runs.next_if(|run| run.end <= at).is_some() {}
+            // Where main holds, it is to hold what saves something: runs that are here as a whole.
+            let saves = !index.miniatures.main_holds() || runs.peek().is_none_or(|run| at < run.start);
+            if found[at] && saves {
+                index.queues.count_read(*place);
+            }
+        }
+        saved
+    }
+
+    fn get_some(&self, worker: &mut Worker, token: Token, first: u32, pages: &mut [Page], found: &mut [bool]) {
         found.fill(false);
         // Page, place and version.
         let (mut places, mut count) = ([(0, 0, 0); AT_ONCE], 0);
         {
             let index = &mut *self.lock();
-            index.ghost.pass(pages.len(), index.queues.length());
-            index.miniatures.note(token.id, first..first.saturating_add(pages.len() as u32));
             let is_same = index.turns.of(token.id).generation == token.generation;
             if let Some(file) = index.files.at(token.slot).filter(|file| is_same && file.id == token.id) {
                 for (page, place) in file.pages.range(first..first.saturating_add(pages.len() as u32)) {
@@ -237,23 +257,10 @@ impl<S: Copy + PartialEq> Cache<S> {
             // A damaged page is read below instead; it is replaced when it has gone.
             found[at] = self.pool.read(worker, PageIndex((*place).into()), &mut pages[at]) == Ok(Read::Done);
         }
-        let index = &mut *self.lock();
+        let index = self.lock();
         for (page, place, version) in places {
             found[(page - first) as usize] &= index.queues.version(*place) == *version;
         }
-        let mut runs = missing(found).peekable();
-        let mut saved = 0;
-        for (page, place, _) in places {
-            let at = (page - first) as usize;
-            while runs.next_if(|run| run.end <= at).is_some() {}
-            let saves = found[at] && runs.peek().is_none_or(|run| at < run.start);
-            saved += usize::from(saves);
-            // Where main holds, it is to hold what saves something: runs that are here as a whole.
-            if saves || found[at] && !index.miniatures.main_holds() {
-                index.queues.count_read(*place);
-            }
-        }
-        saved
     }
 
     /// Pages were read below, so many in this time: what it saves to find one here, by which it is decided whether new ones are taken (`admission`).
@@ -397,7 +404,7 @@ impl<S: Copy + PartialEq> Cache<S> {
         let pages = first..first.saturating_add(count as u32);
         if !index.is_good(token) || index.limit_bytes < LEAST_BYTES {
             // The record went while they were read, perhaps because nothing of the file was wanted.
-            if token.keeps && index.admission.is_choosy() {
+            if token.keeps && (index.admission.is_choosy() || index.miniatures.main_holds()) {
                 pages.for_each(|page| index.ghost.remember(token.id, page));
             }
             return Wanted::Known;
@@ -544,7 +551,9 @@ impl<S: Copy + PartialEq> Cache<S> {
         while let Some(cache) = cache.upgrade() {
             if compacted.elapsed() >= BETWEEN_COMPACTIONS {
                 cache.compact(&mut worker);
-                cache.lock().simulate();
+                let index = &mut *cache.lock();
+                index.simulate();
+                cache.trim(index, false);
                 compacted = Instant::now();
             }
             if keeps_written {
@@ -646,7 +655,7 @@ enum Wanted {
     All,
     /// All, and most of them are known to the ghost.
     Again,
-    /// The same, since a short while ago: they are new once more, for main holds.
+    /// The same, and were remembered a short while ago: they are new once more, for main holds.
     Soon,
 }
 

@@ -9,14 +9,15 @@
 //!   a page that is a ghost when it comes -------------+
 //! ```
 //!
+//! Where main *holds* (`miniature`), what is read again or a ghost goes there only if an old page of main gives way ([`Queues::gives_way`]).
+//!
 //! A scan through a large file passes through the small queue and leaves main as it was. Nothing is moved when a page is read; it is only
 //! counted, up to 3. Here "read" means read from the pool: that is when the kernel has dropped the page from its own cache and wanted it again, so one
 //! such read is a sign of reuse (in the paper the small queue asks for two, since there every access is seen).
 //!
 //! Example, 1000 pages: 100 may be in small. A page that comes when there are 150 in small makes the first of those go, or move to main if it was
 //! read; only when small has its tenth or less does main give one up. While nothing has to go yet, what is too much for small goes to main (as in the
-//! authors' own program, libCacheSim; the caller knows). A page that is a ghost may also have to challenge one of main before it is taken
-//! (`miniature`).
+//! authors' own program, libCacheSim; the caller knows).
 //!
 //! A page is a *place*: a number from 0, which is also its index in the pool. Places are used again; each use has another version. 32
 //! bytes a place. Arithmetic only: no lock, no pool.
@@ -31,6 +32,8 @@ const NONE: u32 = u32::MAX;
 /// One of so many pages is in the small queue.
 const SMALL_SHARE: usize = 10;
 const READS_MAX: u8 = 3;
+/// At most one of so many pages of main is challenged at once.
+const MAIN_SHARE: usize = 8;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {
@@ -73,9 +76,9 @@ pub struct Victim {
     pub place: u32,
     pub file: u32,
     pub page: u32,
-    /// It was new: should it come again soon, it is no longer.
+    /// It was in the small queue: should it come again soon, it is new no longer.
     pub becomes_ghost: bool,
-    /// The same, and it was somebody's read that it came by.
+    /// The same, it was somebody's read that it came by, and it was never found there.
     pub is_new: bool,
 }
 
@@ -106,6 +109,11 @@ impl Queues {
     /// Whether the small queue has more than its share.
     pub fn is_small_full(&self) -> bool {
         self.small.length > self.length() / SMALL_SHARE
+    }
+
+    /// Whether it has so much more, by what was written or since others were dropped, that main is to grow at its cost.
+    pub fn is_small_swollen(&self) -> bool {
+        self.small.length > 2 * self.length() / SMALL_SHARE
     }
 
     /// A place for a page that is being stored; `None` when there are four billion.
@@ -187,16 +195,18 @@ impl Queues {
             }
             self.found_in_small += u32::from(from_small && at.is_of_read);
             at.reads = if from_small { 0 } else { at.reads - 1 };
-            let stays = from_small && main_holds && !self.gives_way(1);
+            let stays = from_small && main_holds && !self.is_small_swollen() && !self.gives_way(1);
+            // It counts once, and no more when it leaves.
+            self.places[place as usize].is_of_read &= !stays;
             self.push(place, if stays { State::Small } else { State::Main });
         }
     }
 
-    /// So many pages that come again challenge the oldest of main, each another one: whether none of these was read since it was last challenged. Such stay the
-    /// oldest; others become the newest, and have to be read again until next time.
+    /// So many pages that come again challenge as many of the oldest of main, or an eighth of all, if that is less: whether none of these was read since it was last
+    /// challenged. Such stay the oldest; others become the newest, and have to be read again until next time.
     pub fn gives_way(&mut self, count: usize) -> bool {
-        let challenged = count.min(self.main.length);
-        let (mut unread, mut next) = (count - challenged, self.main.oldest);
+        let challenged = count.min(self.main.length.div_ceil(MAIN_SHARE));
+        let (mut unread, mut next) = (0, self.main.oldest);
         for _ in 0..challenged {
             let place = next;
             let at = &mut self.places[place as usize];
@@ -208,7 +218,7 @@ impl Queues {
                 self.push(place, State::Main);
             }
         }
-        unread == count
+        unread == challenged
     }
 
     /// How many pages that came by a read were found in the small queue when their turn came to leave it, since this was last asked.
@@ -304,16 +314,17 @@ mod tests {
     #[test]
     fn what_is_read_between_two_challenges_holds_and_gives_way_else() {
         let mut queues = Queues::new();
-        let places: Vec<u32> = (0..10).map(|page| add(&mut queues, page, true)).collect();
+        assert!(queues.gives_way(5), "nobody is there");
+        let places: Vec<u32> = (0..80).map(|page| add(&mut queues, page, true)).collect();
         assert!(queues.gives_way(4) && queues.gives_way(4), "a challenge that is won is not over");
         places[..8].iter().for_each(|place| (0..3).for_each(|_| queues.count_read(*place)));
         assert!(!queues.gives_way(3) && !queues.gives_way(5));
-        assert!(queues.gives_way(2), "the two that nobody read are the oldest now");
+        assert!(queues.gives_way(2), "those that nobody read are the oldest now");
         assert_eq!([evict(&mut queues).page, evict(&mut queues).page], [8, 9]);
-        queues.count_read(places[0]);
-        assert!(!queues.gives_way(1) && queues.gives_way(8) && queues.gives_way(17), "who is not there does not hold");
-        let pages: Vec<u32> = (0..8).map(|_| evict(&mut queues).page).collect();
-        assert_eq!(pages, [1, 2, 3, 4, 5, 6, 7, 0]);
+        places[10..20].iter().for_each(|place| queues.count_read(*place));
+        assert!(!queues.gives_way(1000) && queues.gives_way(1000), "more than an eighth are not challenged");
+        let pages: Vec<u32> = (0..78).map(|_| evict(&mut queues).page).collect();
+        assert_eq!(pages, [(20..80).collect::<Vec<_>>(), (0..8).collect(), (10..20).collect()].concat());
     }
 
     #[test]
@@ -327,6 +338,16 @@ mod tests {
             queues.count_read(new[0]);
             assert_eq!(queues.next_victim(main_holds).unwrap().page, page);
         }
+        // But not for ever, where most of what is here is in the small queue.
+        let mut queues = Queues::new();
+        let main = add(&mut queues, 0, true);
+        let new: Vec<u32> = (1..50).map(|page| add(&mut queues, page, false)).collect();
+        for _ in 0..2 {
+            queues.count_read(main);
+            new.iter().take(20).for_each(|place| queues.count_read(*place));
+        }
+        assert_eq!(queues.next_victim(true).unwrap().page, 21);
+        assert_eq!(queues.main.length, 21);
     }
 
     #[test]
@@ -343,7 +364,9 @@ mod tests {
         let mut rng = fastrand::Rng::with_seed(7);
         let (mut queues, mut there) = (Queues::new(), Vec::new());
         for page in 0..20_000 {
-            match rng.u8(..10) {
+            let main_holds = page % 4000 < 2000;
+            match rng.u8(..11) {
+                10 => _ = queues.gives_way(rng.usize(..40)),
                 0..5 => there.push(add(&mut queues, page, rng.bool())),
                 5..7 if !there.is_empty() => queues.count_read(there[rng.usize(..there.len())]),
                 7 if !there.is_empty() => {
@@ -353,12 +376,23 @@ mod tests {
                     assert_ne!(queues.version(place), version);
                 }
                 _ if !there.is_empty() => {
-                    let victim = evict(&mut queues);
+                    let victim = queues.next_victim(main_holds).unwrap();
+                    queues.release(victim.place);
                     there.remove(there.iter().position(|place| *place == victim.place).expect("it was there"));
                 }
                 _ => {}
             }
             assert_eq!(queues.length(), there.len());
+            if page % 100 == 0 {
+                for queue in [queues.small, queues.main] {
+                    let (mut at, mut count, mut before) = (queue.oldest, 0, NONE);
+                    while at != NONE {
+                        assert_eq!(queues.places[at as usize].older, before);
+                        (before, at, count) = (at, queues.places[at as usize].newer, count + 1);
+                    }
+                    assert_eq!((before, count), (queue.newest, queue.length));
+                }
+            }
         }
         while let Some(victim) = queues.next_victim(false) {
             queues.release(victim.place);

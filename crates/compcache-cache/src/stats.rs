@@ -27,7 +27,7 @@ impl CacheStats {
     /// Every statistic: name, value, meaning. Those up to `flushes` without `failed_puts` and `rejected_puts` are cleancache's, `zero_pages` to
     /// `memlimit` zcache's.
     pub const TABLE: &'static [Row] = &[
-        ("succ_gets", |s| s.succ_gets, "Pages the kernel asked for that were found compressed."),
+        ("succ_gets", |s| s.succ_gets, "Pages the kernel asked for that were found compressed, and not read below."),
         ("failed_gets", |s| s.failed_gets, "Pages that were read from below."),
         ("hit_percent", CacheStats::hit_percent, "succ_gets of both, in hundredths."),
         ("puts", |s| s.puts, "Pages that were stored."),
@@ -35,7 +35,7 @@ impl CacheStats {
         (
             "rejected_puts",
             |s| s.rejected_puts,
-            "Pages seen for the first time that do not compress, or were not worth the time.",
+            "Pages that do not compress, were not worth the time, or worth less than what is here.",
         ),
         ("flushes", |s| s.flushes, "Stored pages that were dropped because they were written to, or the file changed."),
         ("evictions", |s| s.evictions, "Stored pages that others took the place of."),
