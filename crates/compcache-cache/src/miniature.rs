@@ -1,24 +1,17 @@
 //! Which rule finds more: tried out on two small caches of page numbers.
 //!
 //! A page that the ghost knows goes to main, and the oldest page there that was not read since has to go. Where a little more is read again and again than there is room for, that is one which
-//! will be wanted sooner: two thirds of the room find a third. So there is another rule, by which main *holds*: the page that comes challenges the oldest page of
+//! will be wanted sooner: three quarters of the room find less than a half. So there is another rule, by which main *holds*: the page that comes challenges the oldest page of
 //! main. Was that read since it was last challenged, it becomes the newest, and the page that comes is remembered, no more; else it gives way. What main has then stays
 //! as long as it is read once between two rounds. But where others come to be wanted than before, it takes a round longer until they are there.
 //!
-//! Percentages found of what is asked for, by simulation; the last column is what is done here:
+//! | percent found                          | first rule | main holds | the one that is better at the time |
+//! |----------------------------------------|------------|------------|------------------------------------|
+//! | in any order, 4/3 of the room          | 44         | 73         | 73                                 |
+//! | 6 sets, each 4 times, 9/10 of the room | 43         | 27         | 42                                 |
 //!
-//! | accesses                                                   | first rule | main holds | the better of both |
-//! |------------------------------------------------------------|------------|------------|--------------------|
-//! | all of 4/3 of the room, each time in another order         | 44         | 75         | 75                 |
-//! | all of 20/13 of the room, likewise                         | 32         | 50         | 51                 |
-//! | in order, 10/9 of the room                                 | 64         | 90         | 90                 |
-//! | Zipf (0.7), 10/3 of the room, behind a page cache of a third | 42       | 45         | 44                 |
-//! | 9/10 of the room, eight times, then others                 | 72         | 65         | 72                 |
-//! | Zipf (0.9), four times the room, which drifts              | 56         | 52         | 56                 |
-//!
-//! Neither rule is always better, so both are simulated: of one page in 32, or in small caches of up to one in 16, chosen by a hash, eight neighbours at a time; with as many places as
-//! that part of the pages that are here. The rule changes when the other has found a sixteenth more lately. A simulation has no bytes, and costs some 100 ns for each of its pages, a few ns
-//! for each that is asked for.
+//! (docs/decisions/0037 has more.) So both are simulated: of one page in 32, or in small caches of up to one in 16, chosen by a hash, eight neighbours at a time; with as many places as
+//! that part of the pages that are here. The rule changes when the other has found a sixteenth more lately. A simulation has no bytes, and knows neither of writes nor of what is dropped.
 //!
 //! # Source
 //! C. Waldspurger, T. Saemundsson, I. Ahmad, N. Park: Cache modeling and optimization using miniature simulations, USENIX ATC 2017.
@@ -260,7 +253,7 @@ mod tests {
         missed
     }
 
-    /// The table above; with --nocapture it is printed.
+    /// The table of docs/decisions/0037; with --nocapture it is printed.
     #[test]
     fn what_is_done_is_nearly_as_good_as_the_better_rule() {
         const ROOM: usize = 4000;
