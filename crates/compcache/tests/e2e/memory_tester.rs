@@ -5,7 +5,7 @@
 
 use compcache_testkit::seed::Seed;
 
-use crate::support::{Cap, Program, Way, beside_others, memory_tester, ways};
+use crate::support::{Cap, Program, beside_others, memory_tester, ways};
 
 fn seconds() -> u64 {
     std::env::var("COMPCACHE_LONG").ok().and_then(|text| text.parse().ok()).unwrap_or(4)
