@@ -1,7 +1,7 @@
 //! Which pages left the small queue, or were not taken, a short while ago: a fingerprint of each, when that was, and nothing else.
 //!
 //! A table of buckets of eight; each place holds 32 bits of a page's hash and the time, counted in pages that were asked for. A full bucket loses its oldest: a table of so
-//! many places remembers seven of eight of as many pages, and an eighth of its places have older ones. What was asked for longer ago than twice the pages that
+//! many places remembers seven of eight of as many pages, and an eighth of its places have older ones. What was remembered longer ago than twice the pages that
 //! the cache has, or the table places, is not known any more: to have it would take more than there is, and it would push out what is no worse. A false match, one in some billions for each lookup, admits a page
 //! to the main queue that should have begun in the small one.
 //!

@@ -31,8 +31,6 @@ const GROUP_SHIFT: u32 = 3;
 /// Pages that were asked for and wait to be simulated; more are forgotten.
 const ASKED_MAX: usize = 1024;
 const PLACES_MIN: usize = 8;
-/// What was found loses half of its weight whenever so many times the places were asked for.
-const MEMORY_IN_PLACES: usize = 1;
 /// Beside its place, what a page takes in a map, in bytes.
 const MAP_BYTES: usize = 24;
 
@@ -115,8 +113,8 @@ pub struct Miniatures {
     sampled: usize,
     /// Pages that were asked for and are not simulated yet.
     asked: Vec<u64>,
-    /// Pages simulated since what was found last lost half of its weight.
-    simulated: u32,
+    /// Pages simulated since what was found last lost half of its weight: it does whenever there were more than places.
+    simulated: usize,
     main_holds: bool,
 }
 
@@ -137,6 +135,11 @@ impl Miniatures {
     /// Whether main holds against pages that come again, as things are.
     pub fn main_holds(&self) -> bool {
         self.main_holds
+    }
+
+    #[cfg(test)]
+    pub fn let_main_hold(&mut self, holds: bool) {
+        self.main_holds = holds;
     }
 
     /// The memory it takes, in bytes.
@@ -163,13 +166,13 @@ impl Miniatures {
         let places = (pages / self.sampled).max(PLACES_MIN);
         for key in self.asked.drain(..) {
             self.both.iter_mut().for_each(|miniature| miniature.ask(key, places));
-            self.simulated = self.simulated.saturating_add(1);
+            self.simulated += 1;
         }
         let [other, same] = if self.main_holds { [0, 1] } else { [1, 0] }.map(|which| self.both[which].found);
         if other > same + same / 16 + 1 {
             self.main_holds = !self.main_holds;
         }
-        if self.simulated as usize > places * MEMORY_IN_PLACES {
+        if self.simulated > places {
             self.simulated = 0;
             self.both.iter_mut().for_each(|miniature| miniature.found /= 2);
         }

@@ -205,6 +205,43 @@ fn what_is_read_along_below_is_found_but_saves_nothing() {
     assert_eq!((cache.stats().succ_gets, cache.stats().failed_gets), (3, 6));
 }
 
+#[test]
+fn where_main_holds_what_is_read_along_below_was_not_read() {
+    for holds in [true, false] {
+        let (cache, mut worker) = cache(16 << 20);
+        let token = cache.begin_read(id(1), stamp_of_version(1), true);
+        // The second is the only one of main.
+        for page in [10, 1] {
+            cache.put(&mut worker, token, page, &[content(1, page, 1)]);
+        }
+        cache.lock().miniatures.let_main_hold(holds);
+        cache.get(&mut worker, token, 0, &mut [[0; 4096]; 3], &mut [false; 3]);
+        assert_eq!(cache.lock().queues.gives_way(1), holds);
+    }
+}
+
+#[test]
+fn main_holds_only_as_long_as_it_has_most_of_what_is_here() {
+    let (cache, mut worker) = keeping(2 << 20);
+    read_runs(&cache, &mut worker, 1, 0..4000);
+    for _ in 0..2 {
+        read_runs(&cache, &mut worker, 1, (0..4000).filter(|page| cache.has(id(1), *page, 1)));
+    }
+    let wanted = |soon| {
+        let index = &mut *cache.lock();
+        index.miniatures.let_main_hold(true);
+        index.wants_again(1, soon)
+    };
+    assert!(wanted(false) == Wanted::None && wanted(true) == Wanted::Soon);
+    let stored: Vec<u32> = (0..4000).filter(|page| cache.has(id(1), *page, 1)).collect();
+    for page in &stored[..stored.len() * 2 / 5] {
+        let range = (u64::from(*page), u64::from(*page) + 1);
+        cache.begin_write(id(1), range).done(stamp_of_version(1), range.0, &[content(1, *page, 1)], &[]);
+        keep(&cache, &mut worker);
+    }
+    assert!(wanted(false) == Wanted::Again);
+}
+
 /// Reads runs of pages from the pages `firsts` on, through the cache. Returns how many were found and how many are stored then.
 fn read_runs(cache: &Cache<Stamp>, worker: &mut Worker, run: usize, firsts: impl Iterator<Item = u32>) -> (u64, u64) {
     let (stamp, before) = (stamp_of_version(1), cache.stats());

@@ -66,11 +66,7 @@ fn memory_is_an_array_of_bytes_while_it_is_compressed_again() {
             .args(["--seed", &(40 + threads).to_string(), "--seconds", "4", "--mb", "96"])
             .args(["--threads", &threads.to_string()])
             .patience(150);
-        let outcome = tester.flags(AT_ONCE).paged(way, &Cap::resident_mib(16));
-        let ended = outcome.was_ended_in_time(way);
-        if !ended {
-            must_have_made_groups(&outcome, way);
-        }
+        must_have_made_groups(&tester.flags(AT_ONCE).paged_again_if_ended(way, &Cap::resident_mib(16)), way);
     }
 }
 
