@@ -56,12 +56,14 @@ pub struct Node {
     found: Mutex<(INodeNo, OsString)>,
     /// What the file was like when the kernel was last allowed to keep what it has of it.
     pub kept: Mutex<Option<Stamp>>,
+    /// Whether the kernel may have whole pages of it: some were read, or written, since it was last to forget them.
+    pub has_pages: AtomicBool,
 }
 
 impl Node {
     fn new(number: INodeNo, id: FileId, fd: OwnedFd, parent: INodeNo, name: &OsStr) -> Node {
         let found = Mutex::new((parent, name.to_owned()));
-        Node { number, id, fd, found, kept: Mutex::new(None) }
+        Node { number, id, fd, found, kept: Mutex::new(None), has_pages: AtomicBool::new(false) }
     }
 
     /// What is known of the file now.

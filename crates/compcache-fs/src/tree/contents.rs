@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::mem;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use compcache_store::Page;
@@ -128,6 +129,9 @@ impl Tree {
         flags: OpenFlags,
     ) -> io::Result<usize> {
         let open = self.files.get(handle)?;
+        if from.len() as u64 >= PAGE {
+            open.node.has_pages.store(true, SeqCst);
+        }
         // Pages that are written back have their place; their flags are nobody's.
         let appends = flags.0 as u32 & OFlags::APPEND.bits() != 0 && !how.contains(WriteFlags::FUSE_WRITE_CACHE);
         dropping_suid(how.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID), &open.node, || {
@@ -142,8 +146,9 @@ impl Tree {
             let append = || lower::append(&open.fd, from);
             let appended = |(written, began): &(usize, u64)| (*began, &from[..*written]);
             let (written, began) = self.writing_pages(&open.node, (end, u64::MAX), append, appended)?;
-            if began != offset_bytes {
-                // Somebody made the file longer behind the mount; what the kernel keeps is in the wrong place.
+            if began != offset_bytes && open.node.has_pages.swap(false, SeqCst) {
+                // Somebody made the file longer behind the mount; what the kernel keeps is in the wrong place. Of parts of pages it keeps nothing that
+                // it would show, and it is told nothing without need: a length that it asked for meanwhile it does not take, and reads end at the old one.
                 self.tell(Notice::Outdated(open.node.number));
             }
             Ok(written)

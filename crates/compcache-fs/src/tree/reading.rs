@@ -16,6 +16,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::Instant;
 
 use compcache_cache::{Aligned, Token, exactly_missing, missing};
@@ -70,6 +71,8 @@ impl Tree {
             Ok(open) => open,
             Err(error) => return reply.failed(error),
         };
+        // Before it is read: what is written later meets pages.
+        open.node.has_pages.store(true, SeqCst);
         OWN.with_borrow_mut(|own| {
             if own.is_none() {
                 let fresh = self.cache.worker().ok();
