@@ -16,7 +16,7 @@ use crate::cpus::Clear;
 use crate::events;
 use crate::fork;
 use crate::hand::Hand;
-use crate::leave::{BURIED_AT_ONCE, Filled, drop_contents};
+use crate::leave::{Filled, drop_contents};
 use crate::lock::{self, Guard};
 use crate::maps::{self, MapsBuffer};
 use crate::memory::PAGE;
@@ -25,7 +25,7 @@ use crate::process;
 use crate::regions::Ranges;
 use crate::retire;
 use crate::shared::{Region, Totals};
-use crate::staging::{GROUP, GROUPS_MAX};
+use crate::staging::{GROUP, GROUPS_MAX, GROUPS_MIN};
 use crate::sys::{self, Errno};
 use alloc::boxed::Box;
 use compcache_store::Worker;
@@ -349,7 +349,7 @@ impl Evictor {
             return false;
         }
         let limit_bytes = state.limit_pages as usize * PAGE;
-        let groups = (limit_bytes / (GROUP * PAGE) / 8).clamp(6, GROUPS_MAX);
+        let groups = (limit_bytes / (GROUP * PAGE) / 8).clamp(GROUPS_MIN, GROUPS_MAX);
         let staging = pager.staging_start..pager.staging_start + STAGING_BYTES;
         let registered = match channel.way {
             Way::Move { .. } => staging,
@@ -527,11 +527,13 @@ impl Evictor {
                 pager.tell_progress();
                 return Evicted::Enough;
             }
-            if state.staging.free_frames >= BURIED_AT_ONCE {
+            if state.staging.free_frames >= state.garbage_frames_max() {
                 self.bury(pager, channel, state);
                 continue;
             }
-            if state.staging.staged.len() > state.staging.held_groups() || state.staging.empty.is_empty() {
+            if state.staging.staged.len() > state.staging.held_groups(state.limit_pages)
+                || state.staging.empty.is_empty()
+            {
                 if !self.compress_oldest(pager, state) {
                     self.bury(pager, channel, pager.state.lock());
                 }

@@ -134,7 +134,7 @@ impl Hand {
             }
         }
         // When it is the hand's turn under a scan, as many pages become its own as it takes.
-        if one_span || full && !small { 1 } else { state.staging.filled_at_once() }
+        if one_span || full && !small { 1 } else { state.staging.filled_at_once(state.limit_pages) }
     }
 
     /// Whether what is under the hand is from the small queue.

@@ -21,7 +21,7 @@ use core::ffi::c_void;
 use core::ops::Range;
 use core::sync::atomic::Ordering::*;
 
-/// Garbage frames given back with one call.
+/// Garbage frames given back with one call, at most.
 pub const BURIED_AT_ONCE: usize = 256;
 
 /// How long the lock is held before it is let go at the end of a group: where the calls interrupt nobody, several groups are

@@ -22,6 +22,8 @@ use core::ops::Range;
 pub const GROUP: usize = 64;
 /// Most groups filled with one call.
 pub const FILLED_AT_ONCE: usize = 4;
+/// Fewest groups there are; half of them may be in use.
+pub const GROUPS_MIN: usize = 6;
 /// Most groups there can be: 64 MiB of frames.
 pub const GROUPS_MAX: usize = 256;
 
@@ -202,8 +204,8 @@ impl Staging {
     }
 
     /// Most groups to be filled with one call: one of eight, so that a second chance stays one.
-    pub fn filled_at_once(&self) -> usize {
-        (self.groups_max / 8).clamp(1, FILLED_AT_ONCE)
+    pub fn filled_at_once(&self, limit_pages: u64) -> usize {
+        (groups_for(limit_pages, self.groups_max) / 8).clamp(1, FILLED_AT_ONCE)
     }
 
     /// Address of a frame, bytes.
@@ -245,8 +247,8 @@ impl Staging {
     }
 
     /// Groups that stay staged for a second chance.
-    pub fn held_groups(&self) -> usize {
-        self.groups_max * 3 / 4
+    pub fn held_groups(&self, limit_pages: u64) -> usize {
+        groups_for(limit_pages, self.groups_max) * 3 / 4
     }
 
     /// A group whose pages are all elsewhere: its frames are garbage, or there are none.
@@ -259,6 +261,12 @@ impl Staging {
             self.free.add(group);
         }
     }
+}
+
+/// How many groups are used while the process may hold `limit_pages`: an eighth of that. The limit falls as the pool grows, and what waits in
+/// staging is of no use to the program (docs/decisions/0038).
+fn groups_for(limit_pages: u64, groups_max: usize) -> usize {
+    (limit_pages as usize / GROUP / 8).min(groups_max).max(GROUPS_MIN / 2)
 }
 
 #[cfg(test)]
@@ -281,6 +289,11 @@ mod tests {
         assert_eq!(groups.take(4), Some(255..256));
         assert_eq!(groups.take(4), None);
         assert!(groups.is_empty());
+    }
+
+    #[test]
+    fn what_is_used_follows_the_limit() {
+        assert_eq!([0, 1024, 4096, 8192, 16384, 1 << 20].map(|pages| groups_for(pages, 32)), [3, 3, 8, 16, 32, 32]);
     }
 
     #[test]

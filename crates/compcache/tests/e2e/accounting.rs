@@ -360,6 +360,18 @@ fn hot_memory_stays_resident() {
 }
 
 #[test]
+fn hot_memory_stays_resident_beside_a_pool_that_has_grown() {
+    let _shared = beside_others();
+    for way in ways() {
+        // 86 MiB that nobody uses leave no more than 12 of 44: in them, 10 have room beside what is on its way out.
+        let outcome = holds(&["96", "2", "text", "10"]).paged(way, &Cap::Ram(44 * MIB));
+        assert!(outcome.text().ends_with("right\n"), "{}", outcome.explain());
+        outcome.must_have_evicted();
+        assert!(outcome.stat("faults") < 12_000, "{way:?}: {:#?}", outcome.stats);
+    }
+}
+
+#[test]
 fn memory_that_does_not_compress_is_neither_lost_nor_killed() {
     let _shared = beside_others();
     for way in ways() {
