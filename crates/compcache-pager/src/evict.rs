@@ -25,7 +25,7 @@ use crate::process;
 use crate::regions::Ranges;
 use crate::retire;
 use crate::shared::{Region, Totals};
-use crate::staging::{GROUP, GROUPS_MAX, GROUPS_MIN};
+use crate::staging::{GROUP, GROUPS_MAX, GROUPS_MIN, Staging};
 use crate::sys::{self, Errno};
 use alloc::boxed::Box;
 use compcache_store::Worker;
@@ -527,7 +527,7 @@ impl Evictor {
                 pager.tell_progress();
                 return Evicted::Enough;
             }
-            if state.staging.free_frames >= state.garbage_frames_max() {
+            if state.staging.free_frames >= Staging::garbage_frames_max(state.limit_pages) {
                 self.bury(pager, channel, state);
                 continue;
             }

@@ -12,7 +12,7 @@ use crate::pager::{Channel, Pager, State, Way, clock_ns};
 use crate::process;
 use crate::remap;
 use crate::shared::Trouble;
-use crate::staging::{Frame, GROUP};
+use crate::staging::{BURIED_AT_ONCE, Frame, GROUP};
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
 use alloc::boxed::Box;
@@ -20,9 +20,6 @@ use compcache_store::PageIndex;
 use core::ffi::c_void;
 use core::ops::Range;
 use core::sync::atomic::Ordering::*;
-
-/// Garbage frames given back with one call, at most.
-pub const BURIED_AT_ONCE: usize = 256;
 
 /// How long the lock is held before it is let go at the end of a group: where the calls interrupt nobody, several groups are
 /// filled in that time.

@@ -28,7 +28,6 @@ use crate::evict::Evictor;
 use crate::fault::Handler;
 use crate::fork::{self, ForkLog, ForkTurn};
 use crate::keep::KeepRequest;
-use crate::leave::BURIED_AT_ONCE;
 use crate::lock::{self, Mutex, Turn};
 use crate::memory::{self, PAGE};
 use crate::process;
@@ -64,12 +63,6 @@ pub const PENDING_EVENTS: usize = 256;
 const FRAMES_BYTES: usize = GROUPS_MAX * GROUP * PAGE;
 /// Staging's range: its frames, the gate, and the bell.
 pub const STAGING_BYTES: usize = FRAMES_BYTES + 2 * PAGE;
-/// One of so many pages of the limit is kept free.
-const RESERVE_SHARE: u64 = 64;
-/// But at least so many pages.
-const RESERVE_PAGES_MIN: u64 = 48;
-/// One of so many pages of the limit may be garbage.
-const GARBAGE_SHARE: usize = 32;
 /// How long it is believed that nothing more can go.
 const FLOOR_NS: u64 = 1_000_000_000;
 const STACK_BYTES: usize = 256 << 10;
@@ -751,12 +744,7 @@ impl State {
 
     /// Room kept below the limit for pages that come back while others are still on their way out, pages.
     pub fn reserve_pages(&self) -> u64 {
-        (self.limit_pages / RESERVE_SHARE).max(RESERVE_PAGES_MIN).min((self.staging.groups_max * GROUP) as u64 / 8)
-    }
-
-    /// With so many frames of garbage they are given back: with as few calls as there can be while they take no room that the program would feel.
-    pub fn garbage_frames_max(&self) -> usize {
-        (self.limit_pages as usize / GARBAGE_SHARE).clamp(GROUP, BURIED_AT_ONCE)
+        self.staging.reserve_pages(self.limit_pages)
     }
 
     /// Nothing more can go. What holds more than the limit, and cannot leave, would have all the rest leave as soon as it

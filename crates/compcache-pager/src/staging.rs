@@ -22,6 +22,13 @@ use core::ops::Range;
 pub const GROUP: usize = 64;
 /// Most groups filled with one call.
 pub const FILLED_AT_ONCE: usize = 4;
+/// Garbage frames given back with one call, at most.
+pub const BURIED_AT_ONCE: usize = 256;
+/// One of so many pages of the limit may be garbage.
+const GARBAGE_SHARE: usize = 32;
+/// One of so many pages of the limit is kept free, and at least so many.
+const RESERVE_SHARE: u64 = 64;
+const RESERVE_PAGES_MIN: u64 = 48;
 /// Fewest groups there are; half of them may be in use.
 pub const GROUPS_MIN: usize = 6;
 /// Most groups there can be: 64 MiB of frames.
@@ -249,6 +256,16 @@ impl Staging {
     /// Groups that stay staged for a second chance.
     pub fn held_groups(&self, limit_pages: u64) -> usize {
         groups_for(limit_pages, self.groups_max) * 3 / 4
+    }
+
+    /// With so many frames of garbage they are given back: with as few calls as there can be while they take no room that the program would feel.
+    pub fn garbage_frames_max(limit_pages: u64) -> usize {
+        (limit_pages as usize / GARBAGE_SHARE).clamp(GROUP, BURIED_AT_ONCE)
+    }
+
+    /// Room kept below the limit, pages.
+    pub fn reserve_pages(&self, limit_pages: u64) -> u64 {
+        (limit_pages / RESERVE_SHARE).max(RESERVE_PAGES_MIN).min((self.groups_max * GROUP) as u64 / 8)
     }
 
     /// A group whose pages are all elsewhere: its frames are garbage, or there are none.
