@@ -19,14 +19,15 @@ use crate::hand::Hand;
 use crate::leave::{Filled, drop_contents};
 use crate::lock::{self, Guard};
 use crate::maps::{self, MapsBuffer};
-use crate::memory::PAGE;
-use crate::pager::{Channel, Pager, REGIONS_MAX, STAGING_BYTES, State, Way, boxed_zeroed, clock_ns};
+use crate::memory::{PAGE, boxed_zeroed};
+use crate::pager::{Channel, Pager, REGIONS_MAX, STAGING_BYTES, State, Way, clock_ns};
 use crate::process;
 use crate::regions::Ranges;
 use crate::retire;
 use crate::shared::{Region, Totals};
 use crate::staging::{GROUP, GROUPS_MAX, GROUPS_MIN, Staging};
 use crate::sys::{self, Errno};
+use crate::waits::Waits;
 use alloc::boxed::Box;
 use compcache_store::Worker;
 use core::ops::Range;
@@ -60,7 +61,7 @@ const BETWEEN_THREADS_NS: u64 = 10_000_000;
 /// What the evictor's thread owns.
 pub struct Evictor {
     pub worker: Worker,
-    pub maps: MapsBuffer,
+    pub maps: Box<MapsBuffer>,
     pub(crate) hand: Hand,
     /// What makes groups of cold pages, if that is wanted.
     cold: Option<Cold>,
@@ -72,6 +73,7 @@ pub struct Evictor {
     threads_noted_ns: u64,
     cpu_ns: u64,
     busy_at_ns: u64,
+    waits: Waits,
     /// No other thread of the process has done anything between the last two looks.
     rests: bool,
     /// Times in a row that the map was still changing when it had been read: a mapping may be registered in part.
@@ -105,7 +107,8 @@ impl Evictor {
     pub fn new(worker: Worker, cold: Option<Cold>) -> Box<Evictor> {
         Box::new(Evictor {
             worker,
-            maps: MapsBuffer::new(),
+            // SAFETY: bytes are valid when zero.
+            maps: unsafe { boxed_zeroed() },
             hand: Hand::new(),
             cold,
             clear: Clear::default(),
@@ -118,6 +121,7 @@ impl Evictor {
             threads_noted_ns: 0,
             cpu_ns: 0,
             busy_at_ns: clock_ns(),
+            waits: Waits::new(),
             rests: false,
             unfinished: 0,
             has_all: false,
@@ -133,7 +137,7 @@ impl Evictor {
         if let Some(cold) = &mut self.cold {
             cold.reset();
         }
-        (self.cpu_ns, self.busy_at_ns) = (0, clock_ns());
+        (self.cpu_ns, self.busy_at_ns, self.waits) = (0, clock_ns(), Waits::new());
     }
 
     /// The thread.
@@ -312,7 +316,7 @@ impl Evictor {
             self.busy_at_ns = now_ns;
         }
         (self.cpu_ns, self.looked_at_ns) = (cpu_ns, now_ns);
-        let idle = now_ns - self.busy_at_ns > IDLE_AFTER_NS;
+        let idle_ns = now_ns - self.busy_at_ns;
         let mut state = pager.state.lock();
         let ours = pager.ours_bytes(&state);
         let resident = anonymous.saturating_sub(ours / PAGE as u64);
@@ -327,10 +331,17 @@ impl Evictor {
         }
         let headroom_bytes = headroom_bytes(pager.region, &totals);
         let headroom = share_of(headroom_bytes / PAGE as i64, resident, &totals);
-        let least = least_pages(pager.region, &totals).max(state.floor_pages(now_ns));
-        state.limit_pages = least.max((resident as i64 + headroom).max(0) as u64);
+        let evicted = pager.slot().map_or(0, |slot| slot.counters.evicted_pages.load(Relaxed));
+        let may_hold = self.waits.may_hold(idle_ns, now_ns, totals.evicted_pages.wrapping_sub(evicted), resident);
+        let limit = least_pages(pager.region, &totals).max((resident as i64 + headroom).max(0) as u64);
+        state.limit_pages = limit.min(may_hold).max(state.floor_pages(now_ns));
         let evicts = resident + state.reserve_pages() / 2 > state.limit_pages;
-        Some(Look { over_pages: resident as i64 - state.limit_pages as i64, evicts, unknown_growth, idle })
+        Some(Look {
+            over_pages: resident as i64 - state.limit_pages as i64,
+            evicts,
+            unknown_growth,
+            idle: idle_ns > IDLE_AFTER_NS,
+        })
     }
 
     /// Starts the handler and registers what there is.

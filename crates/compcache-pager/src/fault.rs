@@ -14,13 +14,13 @@ use crate::cpus::Follower;
 use crate::distance;
 use crate::fork;
 use crate::lock::{self, Guard};
-use crate::memory::PAGE;
-use crate::pager::{Channel, Pager, State, Way, boxed_zeroed, clock_ns};
+use crate::memory::{PAGE, boxed_zeroed};
+use crate::pager::{Channel, Pager, State, Way, clock_ns};
 use crate::remap::Early;
 use crate::shared::Trouble;
 use crate::small::SmallQueue;
 use crate::spill::{Fetched, Spill, read_stored};
-use crate::streams::{Streams, Window};
+use crate::streams::{Run, Streams, Window, stored_run};
 use crate::sys::{self, Errno};
 use crate::table::{HEAT_MAX, Phase, Word};
 use crate::uffd::{self, Message};
@@ -82,14 +82,8 @@ impl Handler {
     /// A handler with all its buffers.
     pub fn new(worker: Worker) -> Box<Handler> {
         // SAFETY: bytes, messages of plain numbers, and pairs of numbers are valid when zero.
-        let (mut pages, mut zeroes, messages, pending) = unsafe {
-            (boxed_zeroed::<[Page; BATCH]>(), boxed_zeroed::<[Page; BATCH]>(), boxed_zeroed(), boxed_zeroed())
-        };
-        // What the kernel copies from must be present: a page never touched would be a fault nobody answers.
-        for page in pages.iter_mut().chain(zeroes.iter_mut()) {
-            // SAFETY: a write of one byte to memory of ours.
-            unsafe { core::ptr::write_volatile(page.as_mut_ptr(), 0) };
-        }
+        let (pages, zeroes, messages, pending) =
+            unsafe { (boxed_zeroed(), boxed_zeroed(), boxed_zeroed(), boxed_zeroed()) };
         Box::new(Handler {
             worker,
             pages,
@@ -118,9 +112,23 @@ impl Handler {
         self.follower.reset();
     }
 
+    /// Has the memory that the kernel copies from be present. Zeroes that are only read are the kernel's own page of them: they
+    /// take none.
+    fn touch_buffers(&mut self) {
+        for page in self.pages.iter_mut() {
+            // SAFETY: a write to memory of ours.
+            unsafe { core::ptr::write_volatile(page.as_mut_ptr(), 0) };
+        }
+        for page in self.zeroes.iter() {
+            // SAFETY: a read of memory of ours.
+            unsafe { core::ptr::read_volatile(page.as_ptr()) };
+        }
+    }
+
     /// The thread.
     pub fn run(&mut self, pager: &Pager) -> ! {
         sys::ask_for_short_slices(100_000);
+        self.touch_buffers();
         let channel = pager.channel.lock().expect("the evictor opens the channel before it starts the handler");
         self.follower.unbind();
         self.is_to_end = false;
@@ -768,33 +776,4 @@ fn here(pager: &Pager, run: &Run, most: usize) -> usize {
     let Some(spill) = &pager.spill else { return most };
     let is_here = |page: u64| !pager.pool.is_on_backing(PageIndex(page)) || spill.is_ready(page);
     (0..most as i64).take_while(|ahead| is_here((run.at as i64 + run.step * ahead) as u64)).count()
-}
-
-/// A run of neighbouring stored pages, in the direction of its stream.
-struct Run {
-    asked: u64,
-    at: u64,
-    step: i64,
-    pages: usize,
-}
-
-impl Run {
-    /// The lowest page when `pages` of the run are taken, nearest first.
-    fn first_of(&self, pages: usize) -> u64 {
-        if self.step < 0 { self.at + 1 - pages as u64 } else { self.at }
-    }
-}
-
-/// The run of stored pages from `at` on, in the window's direction: neighbours for a step of one, else a single page.
-fn stored_run(state: &State, asked: u64, at: u64, window: &Window, most: usize) -> Run {
-    let most = if window.step.abs() == 1 { most } else { 1 };
-    let direction = window.step.signum();
-    let bounds = state.regions.containing(at as usize * PAGE);
-    let inside = |page: u64| bounds.as_ref().is_none_or(|range| range.contains(&(page as usize * PAGE)));
-    let pages = (0..most as i64)
-        .map(|ahead| (at as i64 + direction * ahead) as u64)
-        .take_while(|&page| inside(page) && (page == asked || !state.must_stay(page as usize * PAGE)))
-        .take_while(|&page| state.table.get(page).phase() == Phase::Stored)
-        .count();
-    Run { asked, at, step: direction, pages }
 }

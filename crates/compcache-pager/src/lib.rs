@@ -85,6 +85,7 @@ mod sys;
 mod table;
 #[allow(unsafe_code, reason = "makes system calls")]
 mod uffd;
+mod waits;
 
 pub use process::abort;
 pub use remap::Kernel as RemapKernel;

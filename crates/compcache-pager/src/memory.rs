@@ -1,6 +1,7 @@
 //! Memory of the pager's own: mapped directly, never registered, never evicted.
 
 use crate::sys::Errno;
+use alloc::boxed::Box;
 use core::alloc::{GlobalAlloc, Layout};
 use core::ptr::null_mut;
 use core::sync::atomic::{AtomicUsize, Ordering::*};
@@ -48,6 +49,25 @@ pub unsafe fn map_over(start: usize, len: usize) -> bool {
     unsafe { mmap_anonymous(start as *mut _, len, ProtFlags::READ | ProtFlags::WRITE, flags) }.is_ok()
 }
 
+/// How deep the stack is that making a pager takes, at most.
+const DEEP_BYTES: usize = 96 << 10;
+/// Of what lies below the caller, so much is left: where it has called to last.
+const SHALLOW_BYTES: usize = 8 << 10;
+
+/// Gives back the memory of what the program's first thread called before, and has returned from: few programs come to need a stack as deep.
+///
+/// # Safety
+/// Only on the stack that the kernel gave the process: below it nothing else is mapped, as far as this reaches.
+#[inline(never)]
+pub unsafe fn give_back_dead_stack() {
+    let mark = 0u8;
+    let here = core::hint::black_box(&raw const mark) as usize;
+    let end = (here - SHALLOW_BYTES) / PAGE * PAGE;
+    // Where nothing is mapped the kernel says so, and goes on.
+    // SAFETY: says the caller; nobody reads what lies below a stack's pointer before writing it, and a signal comes before the call or after it.
+    let _ = unsafe { madvise((end - DEEP_BYTES) as *mut core::ffi::c_void, DEEP_BYTES, Advice::LinuxDontNeed) };
+}
+
 fn map_with(len: usize, access: ProtFlags) -> Result<*mut u8, Errno> {
     // SAFETY: a fresh private mapping at an address of the kernel's choice disturbs nobody.
     let mapped = unsafe { mmap_anonymous(null_mut(), len, access, MapFlags::PRIVATE | MapFlags::NORESERVE) };
@@ -56,6 +76,15 @@ fn map_with(len: usize, access: ProtFlags) -> Result<*mut u8, Errno> {
     // SAFETY: the range was mapped just now.
     let _ = unsafe { madvise(start, len, Advice::LinuxNoHugepage) };
     Ok(start.cast())
+}
+
+/// A zeroed `T` in memory of the pager's own, without a detour over the stack.
+///
+/// # Safety
+/// All zero bytes must be a valid `T`.
+pub unsafe fn boxed_zeroed<T>() -> Box<T> {
+    // SAFETY: says the caller.
+    unsafe { Box::<T>::new_zeroed().assume_init() }
 }
 
 /// The allocator of the preloaded object: bytes from one mapped range, in order, never given back.

@@ -29,7 +29,7 @@ use crate::fault::Handler;
 use crate::fork::{self, ForkLog, ForkTurn};
 use crate::keep::KeepRequest;
 use crate::lock::{self, Mutex, Turn};
-use crate::memory::{self, PAGE};
+use crate::memory::{self, PAGE, boxed_zeroed};
 use crate::process;
 use crate::regions::Ranges;
 use crate::relay::{self, Relay};
@@ -303,15 +303,6 @@ pub struct Pager {
 unsafe impl Sync for Pager {}
 // SAFETY: as above.
 unsafe impl Send for Pager {}
-
-/// A zeroed `T` in memory of the pager's own, without a detour over the stack.
-///
-/// # Safety
-/// All zero bytes must be a valid `T`.
-pub unsafe fn boxed_zeroed<T>() -> Box<T> {
-    // SAFETY: says the caller.
-    unsafe { Box::<T>::new_zeroed().assume_init() }
-}
 
 /// Nanoseconds of the monotonic clock, for the store.
 pub fn clock_ns() -> u64 {
@@ -724,12 +715,15 @@ impl Pager {
     pub fn ours_bytes(&self, state: &State) -> u64 {
         let spill = self.spill.as_ref().map_or(0, Spill::used_bytes);
         let cold = self.cold_bytes.load(Relaxed);
-        self.store.mem_used_total_bytes() + state.table.used_bytes() + spill + cold + FIXED_BYTES
+        let fixed = if self.armed.load(Relaxed) { PAGING_BYTES } else { WAITING_BYTES };
+        self.store.mem_used_total_bytes() + state.table.used_bytes() + spill + cold + fixed
     }
 }
 
-/// Stacks, contexts, buffers: what a pager holds whatever the program does, measured once by hand (docs/design/pager.md).
-const FIXED_BYTES: u64 = 656 << 10;
+/// Stacks, contexts, buffers: what a pager holds whatever the program does, before there is anything to page and then; measured by hand
+/// (docs/design/pager.md).
+const WAITING_BYTES: u64 = 196 << 10;
+const PAGING_BYTES: u64 = 304 << 10;
 
 impl State {
     fn new(ram_pages: u64) -> Result<Box<State>, Errno> {
@@ -739,6 +733,7 @@ impl State {
         let mut state = unsafe { boxed_zeroed::<State>() };
         // SAFETY: the place is valid for writes; the zero bytes there own nothing.
         unsafe { core::ptr::write(&raw mut state.table, table) };
+        state.small.set_size(ram_pages);
         Ok(state)
     }
 

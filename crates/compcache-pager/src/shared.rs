@@ -271,6 +271,8 @@ pub struct Totals {
     pub spilled_pages: u64,
     /// Bytes of spill files in use.
     pub spill_bytes: u64,
+    /// Pages that have left, so far; of processes that have ended, too.
+    pub evicted_pages: u64,
 }
 
 impl Region {
@@ -312,7 +314,8 @@ impl Region {
 
     /// What the living processes hold together; raises the peaks.
     pub fn totals(&self) -> Totals {
-        let mut sum = Totals::default();
+        let evicted_pages = self.header.retired.evicted_pages.load(Relaxed);
+        let mut sum = Totals { evicted_pages, ..Totals::default() };
         for slot in self.living() {
             let gauges = &slot.gauges;
             sum.processes += 1;
@@ -326,6 +329,7 @@ impl Region {
             sum.mem_used_total_bytes += gauges.mem_used_total_bytes.load(Relaxed);
             sum.spilled_pages += gauges.spilled_pages.load(Relaxed);
             sum.spill_bytes += gauges.spill_bytes.load(Relaxed);
+            sum.evicted_pages += slot.counters.evicted_pages.load(Relaxed);
         }
         let header = &self.header;
         header.resident_peak_bytes.fetch_max(sum.resident_bytes, Relaxed);

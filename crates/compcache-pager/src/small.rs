@@ -14,8 +14,11 @@
 use crate::staging::{FILLED_AT_ONCE, GROUP};
 use core::ops::Range;
 
-/// Runs that can wait; the oldest is left to the hand when one more comes.
+/// Runs that can wait, at most and at least; the oldest is left to the hand when one more comes.
 const RUNS_MAX: usize = 1 << 14;
+const RUNS_MIN: usize = 1 << 9;
+/// One for so many pages of the memory: more pages than the queue holds before they leave first. The ring goes round all of them.
+const PAGES_OF_RAM: u64 = 8;
 /// The part of what may be resident that the queue holds before its pages leave first, and the pages it holds in any case:
 /// what was read ahead must stay until it is used.
 const SHARE: u64 = 10;
@@ -41,27 +44,35 @@ impl Run {
 /// Pages that came back lately, oldest first.
 pub struct SmallQueue {
     runs: [Run; RUNS_MAX],
+    /// So many of them are used.
+    runs_max: usize,
     head: usize,
     len: usize,
     pages: u64,
 }
 
 impl SmallQueue {
+    /// Makes an empty queue, which is all zeroes, one for a memory of so many pages.
+    pub fn set_size(&mut self, ram_pages: u64) {
+        debug_assert!(self.len == 0);
+        self.runs_max = ((ram_pages / PAGES_OF_RAM) as usize).clamp(RUNS_MIN, RUNS_MAX);
+    }
+
     /// Adds pages at the end, and so to the last run if they go on where it ends. At most a group at a time. Returns the oldest run if it
     /// had to make room.
     pub fn push(&mut self, pages: Range<u64>) -> Option<Range<u64>> {
         debug_assert!(pages.end - pages.start <= GROUP as u64);
         self.pages += pages.end - pages.start;
         if self.len > 0 {
-            let last = &mut self.runs[(self.head + self.len - 1) % RUNS_MAX];
+            let last = &mut self.runs[(self.head + self.len - 1) % self.runs_max];
             let before = last.pages();
             if before.end == pages.start && pages.end - before.start <= RUN_PAGES {
                 *last = Run::new(before.start..pages.end);
                 return None;
             }
         }
-        let oldest = if self.len == RUNS_MAX { self.pop(RUN_PAGES) } else { None };
-        self.runs[(self.head + self.len) % RUNS_MAX] = Run::new(pages);
+        let oldest = if self.len == self.runs_max { self.pop(RUN_PAGES) } else { None };
+        self.runs[(self.head + self.len) % self.runs_max] = Run::new(pages);
         self.len += 1;
         oldest
     }
@@ -76,7 +87,7 @@ impl SmallQueue {
         if pages.end < run.end {
             self.runs[self.head] = Run::new(pages.end..run.end);
         } else {
-            self.head = (self.head + 1) % RUNS_MAX;
+            self.head = (self.head + 1) % self.runs_max;
             self.len -= 1;
         }
         self.pages -= pages.end - pages.start;
@@ -99,7 +110,9 @@ mod tests {
     use super::*;
 
     fn queue() -> SmallQueue {
-        SmallQueue { runs: [Run(0); RUNS_MAX], head: 0, len: 0, pages: 0 }
+        let mut queue = SmallQueue { runs: [Run(0); RUNS_MAX], runs_max: 0, head: 0, len: 0, pages: 0 };
+        queue.set_size(0);
+        queue
     }
 
     #[test]
@@ -125,10 +138,19 @@ mod tests {
     #[test]
     fn the_oldest_is_forgotten_when_there_is_no_room() {
         let mut queue = queue();
-        (0..RUNS_MAX as u64).for_each(|run| assert_eq!(queue.push(run * 2..run * 2 + 1), None));
-        let last = RUNS_MAX as u64 * 2;
+        (0..RUNS_MIN as u64).for_each(|run| assert_eq!(queue.push(run * 2..run * 2 + 1), None));
+        let last = RUNS_MIN as u64 * 2;
         assert_eq!(queue.push(last..last + 1), Some(0..1));
         assert_eq!(queue.pop(RUN_PAGES), Some(2..3));
-        assert!(queue.is_full(SHARE * (RUNS_MAX as u64 - 2)) && !queue.is_full(SHARE * RUNS_MAX as u64));
+        assert!(queue.is_full(SHARE * (RUNS_MIN as u64 - 2)) && !queue.is_full(SHARE * RUNS_MIN as u64));
+    }
+
+    #[test]
+    fn there_is_room_for_more_than_what_waits_however_large_the_memory() {
+        for ram_pages in [0, 4096, 1 << 15, 1 << 16] {
+            let mut queue = queue();
+            queue.set_size(ram_pages);
+            assert!(queue.runs_max as u64 > SmallQueue::room(ram_pages), "{ram_pages}");
+        }
     }
 }

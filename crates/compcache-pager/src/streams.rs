@@ -16,6 +16,10 @@
 //! The doubling window is that of Linux `mm/readahead.c` (`get_next_ra_size`); looking for strides among recent faults is
 //! Leap's idea (Maruf and Chowdhury, 2020), reduced to the last step.
 
+use crate::memory::PAGE;
+use crate::pager::State;
+use crate::table::Phase;
+
 /// Pages brought for one fault, at most.
 pub const WINDOW_MAX: u32 = 64;
 /// Streams followed at once.
@@ -103,6 +107,35 @@ impl Streams {
 fn near(page: u64, next: u64, step: i64) -> bool {
     let ahead = page as i64 - next as i64;
     ahead == 0 || ahead == step
+}
+
+/// A run of neighbouring stored pages, in the direction of its stream.
+pub struct Run {
+    pub asked: u64,
+    pub at: u64,
+    pub step: i64,
+    pub pages: usize,
+}
+
+impl Run {
+    /// The lowest page when `pages` of the run are taken, nearest first.
+    pub fn first_of(&self, pages: usize) -> u64 {
+        if self.step < 0 { self.at + 1 - pages as u64 } else { self.at }
+    }
+}
+
+/// The run of stored pages from `at` on, in the window's direction: neighbours for a step of one, else a single page.
+pub fn stored_run(state: &State, asked: u64, at: u64, window: &Window, most: usize) -> Run {
+    let most = if window.step.abs() == 1 { most } else { 1 };
+    let direction = window.step.signum();
+    let bounds = state.regions.containing(at as usize * PAGE);
+    let inside = |page: u64| bounds.as_ref().is_none_or(|range| range.contains(&(page as usize * PAGE)));
+    let pages = (0..most as i64)
+        .map(|ahead| (at as i64 + direction * ahead) as u64)
+        .take_while(|&page| inside(page) && (page == asked || !state.must_stay(page as usize * PAGE)))
+        .take_while(|&page| state.table.get(page).phase() == Phase::Stored)
+        .count();
+    Run { asked, at, step: direction, pages }
 }
 
 #[cfg(test)]

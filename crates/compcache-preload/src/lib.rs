@@ -22,7 +22,7 @@ mod task_count;
 mod threads;
 
 use compcache_pager::fork;
-use compcache_pager::memory::SetupHeap;
+use compcache_pager::memory::{self, SetupHeap};
 use compcache_pager::pager::Pager;
 use compcache_pager::shared::{self, Region, Trouble};
 use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -84,6 +84,8 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
             if let Err(trouble) = pager.start() {
                 region.note_trouble(trouble, 0);
             }
+            // SAFETY: the loader calls this on the process's first stack.
+            unsafe { memory::give_back_dead_stack() };
         }
         Err(trouble) => region.note_trouble(trouble, 0),
     }

@@ -406,10 +406,12 @@ impl Fetcher {
     /// # Errors
     /// [`StoreError::MemoryRefused`].
     pub fn new() -> Result<Fetcher, StoreError> {
-        let mut buffer = Buffer::new(READ_BYTES_MAX)?;
-        // It shall be there: who reads may be one that memory waits for.
-        buffer.fill(0);
-        Ok(Fetcher { buffer, holds: None })
+        Ok(Fetcher { buffer: Buffer::new(READ_BYTES_MAX)?, holds: None })
+    }
+
+    /// Has its memory be there from now on: who reads may be one that memory waits for.
+    pub fn prefault(&mut self) {
+        self.buffer.fill(0);
     }
 
     /// Whether it holds this, read and not opened yet.

@@ -15,11 +15,12 @@ const SUB: usize = 1 << SUB_BITS;
 const NS_BITS: u32 = 32;
 const BUCKETS: usize = SUB + (NS_BITS - SUB_BITS) as usize * SUB;
 
-/// Durations of one kind of operation, as one shard of workers saw them.
+/// Durations of one kind of operation, as one shard of workers saw them. All zero at first.
 pub(crate) struct Histogram {
     buckets: [AtomicU64; BUCKETS],
     sum_ns: AtomicU64,
-    min_ns: AtomicU64,
+    /// How far the shortest is below the longest there can be.
+    below_longest_ns: AtomicU64,
     max_ns: AtomicU64,
 }
 
@@ -43,19 +44,13 @@ fn value_of(bucket: usize) -> u64 {
 }
 
 impl Histogram {
-    pub fn new() -> Histogram {
-        let zero = || AtomicU64::new(0);
-        let buckets = core::array::from_fn(|_| zero());
-        Histogram { buckets, sum_ns: zero(), min_ns: AtomicU64::new(u64::MAX), max_ns: zero() }
-    }
-
     /// Records one operation that took `ns`.
     #[inline]
     pub fn record(&self, ns: u64) {
         self.buckets[bucket_of(ns)].fetch_add(1, Relaxed);
         self.sum_ns.fetch_add(ns, Relaxed);
-        if ns < self.min_ns.load(Relaxed) {
-            self.min_ns.fetch_min(ns, Relaxed);
+        if !ns > self.below_longest_ns.load(Relaxed) {
+            self.below_longest_ns.fetch_max(!ns, Relaxed);
         }
         if ns > self.max_ns.load(Relaxed) {
             self.max_ns.fetch_max(ns, Relaxed);
@@ -105,7 +100,7 @@ pub(crate) fn snapshot<'h>(shards: impl Iterator<Item = &'h Histogram>) -> Laten
             *total += bucket.load(Relaxed);
         }
         taken.sum_ns = taken.sum_ns.wrapping_add(shard.sum_ns.load(Relaxed));
-        taken.min_ns = taken.min_ns.min(shard.min_ns.load(Relaxed));
+        taken.min_ns = taken.min_ns.min(!shard.below_longest_ns.load(Relaxed));
         taken.max_ns = taken.max_ns.max(shard.max_ns.load(Relaxed));
     }
     taken.count = buckets.iter().sum();
@@ -139,9 +134,15 @@ mod tests {
         assert_eq!(bucket_of(u64::MAX), BUCKETS - 1);
     }
 
+    fn histogram() -> Histogram {
+        let zero = || AtomicU64::new(0);
+        let buckets = core::array::from_fn(|_| zero());
+        Histogram { buckets, sum_ns: zero(), below_longest_ns: zero(), max_ns: zero() }
+    }
+
     #[test]
     fn percentiles_of_a_hundred_known_durations_are_right() {
-        let histogram = Histogram::new();
+        let histogram = histogram();
         (1..=100).for_each(|n| histogram.record(n * 1000));
         let seen = snapshot([&histogram].into_iter());
         assert_eq!((seen.count, seen.min_ns, seen.max_ns, seen.sum_ns), (100, 1000, 100_000, 5_050_000));
@@ -151,6 +152,6 @@ mod tests {
 
     #[test]
     fn no_operations_give_zeroes() {
-        assert_eq!(snapshot([&Histogram::new()].into_iter()), LatencySnapshot::default());
+        assert_eq!(snapshot([&histogram()].into_iter()), LatencySnapshot::default());
     }
 }

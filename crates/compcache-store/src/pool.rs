@@ -160,7 +160,7 @@ impl Pool {
     pub(crate) fn new(store: Arc<Store>, serial: u64, config: PoolConfig, backing: Option<Arc<Backing>>) -> Pool {
         let core = PoolCore {
             tree: Tree::new(serial),
-            counters: Box::new(Counters::new()),
+            counters: Counters::new(),
             codec: AtomicU32::new(config.codec.pack()),
             limit: write::PoolLimit::new(config.limit_bytes),
             disk_bytes: AtomicU64::new(0),

@@ -145,7 +145,8 @@ impl DiskLane {
     pub fn new(disk: Arc<Disk>) -> Result<DiskLane, DeviceError> {
         let mut worker = Worker::new(disk.pool.store(), now_ns)?;
         worker.set_reserve_only(disk.reserve_only.load(Relaxed));
-        let fetcher = disk.pool.backing().map(|_| Fetcher::new()).transpose()?;
+        let mut fetcher = disk.pool.backing().map(|_| Fetcher::new()).transpose()?;
+        fetcher.iter_mut().for_each(Fetcher::prefault);
         Ok(DiskLane { disk, worker, page: Box::new(ZEROES), found: [Read::Absent; RUN], fetcher })
     }
 

@@ -8,10 +8,11 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::spill;
-use crate::support::{Cap, Program, Running, Way, alone, beside_others, sample_until, trap_program, ways};
+use crate::support::{Cap, Program, Running, Way, alone, beside_others, sample_until, scratch, trap_program, ways};
 
 const MIB: u64 = 1 << 20;
 /// A tenth above the limit is allowed.
@@ -246,6 +247,43 @@ fn one_cap_holds_for_a_tree_of_processes() {
         eprintln!("{way:?}: resident median {} KiB, peak {} KiB of 32768 KiB", middle >> 10, peak >> 10);
         assert!(peak as f64 <= 32.0 * MIB as f64 * TOLERANCE, "{way:?}: {peak} resident bytes in the tree");
         assert!(middle >= 16 * MIB, "{way:?}: only {middle} bytes of the budget are used");
+    }
+}
+
+#[test]
+fn what_a_process_that_waits_has_goes_to_those_that_work() {
+    let _shared = beside_others();
+    for way in ways() {
+        let holds = trap_program("holds").display().to_string();
+        // The second has filled 96 MiB, and waits for a line that comes when the first has ended: whose 96 MiB fit, if the second keeps next to nothing.
+        let script = format!("{{ {holds} 96 4 text >&2; echo; }} | {holds} 97 0 text 97 96");
+        let outcome = Program::new("sh").args(["-c", &script]).paged(way, &Cap::Ram(150 * MIB));
+        assert!(outcome.status.success() && outcome.text().ends_with("right\n"), "{}", outcome.explain());
+        eprintln!("{way:?}: {} faults from the pool", outcome.stat("faults_stored"));
+        assert!(outcome.stat("faults_stored") < 30_000, "{way:?}: {:#?}", outcome.stats);
+    }
+}
+
+#[test]
+fn a_pager_that_has_nothing_to_do_takes_little() {
+    let _shared = beside_others();
+    let place = scratch();
+    let mut bare = Command::new("sleep").arg("60").spawn().expect("there is sleep");
+    std::thread::sleep(Duration::from_millis(200));
+    let without = total_bytes(bare.id() as i32).expect("it sleeps");
+    bare.kill().and_then(|()| bare.wait()).expect("it is ours");
+    for way in ways() {
+        let taken = |flags: &[&str]| {
+            let running = Program::new("sleep").args(["1"]).flags(flags).start(way, &Cap::Ram(512 * MIB));
+            let pid = sample_until("it has begun", 10, || running.pids_named("sleep").first().copied());
+            std::thread::sleep(Duration::from_millis(300));
+            let bytes = total_bytes(pid).expect("it sleeps");
+            assert!(running.finish().status.success());
+            bytes - without
+        };
+        let (fits, spills) = (taken(&[]), taken(&["--spill", &place.path().display().to_string()]));
+        eprintln!("{way:?}: {} KiB, with a spill {} KiB", fits >> 10, spills >> 10);
+        assert!(fits <= 256 << 10 && spills <= 320 << 10, "{way:?}: {fits} bytes, with a spill {spills}");
     }
 }
 
