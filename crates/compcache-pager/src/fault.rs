@@ -8,6 +8,7 @@
 //! pool is decompressed into a buffer and copied into a new frame: the process has grown by a page, and the evictor makes
 //! up for it.
 
+use crate::around;
 use crate::compress;
 use crate::copies;
 use crate::cpus::Follower;
@@ -365,6 +366,9 @@ impl Handler {
     /// The page was still on its way out: it is hot, and goes back. By copy: moving its frame back would interrupt the
     /// processor the evictor runs on, which takes ten times as long (docs/decisions/0006). The frame is garbage then.
     fn second_chance(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64, word: Word) -> Answer {
+        if around::bring_back(pager, channel, state, page, word) {
+            return Answer::Done;
+        }
         let source = state.staging.address(word.payload()) as *const u8;
         // SAFETY: a frame of a staged or compressing page is present until its group is released, under this lock.
         let (_, error) = unsafe { channel.uffd.copy(page as usize * PAGE, source, PAGE) };

@@ -37,6 +37,8 @@
 
 extern crate alloc;
 
+#[allow(unsafe_code, reason = "names the memory the kernel copies from")]
+mod around;
 mod cold;
 #[allow(unsafe_code, reason = "reads frames of staging")]
 mod compress;

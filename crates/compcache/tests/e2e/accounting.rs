@@ -261,6 +261,9 @@ fn what_a_process_that_waits_has_goes_to_those_that_work() {
         assert!(outcome.status.success() && outcome.text().ends_with("right\n"), "{}", outcome.explain());
         eprintln!("{way:?}: {} faults from the pool", outcome.stat("faults_stored"));
         assert!(outcome.stat("faults_stored") < 30_000, "{way:?}: {:#?}", outcome.stats);
+        // They fit, but not beside what waits in staging: of what leaves, most comes back from there, and not page by page.
+        let [evicted, second_chances] = ["evicted_pages", "refaults_staged"].map(|name| outcome.stat(name));
+        assert!(second_chances * 5 < evicted * 2, "{way:?}: {:#?}", outcome.stats);
     }
 }
 
