@@ -63,6 +63,8 @@ pub struct Options {
 pub enum Speed {
     /// This machine's.
     Fast,
+    /// The same, at 800 MB/s and 22 000 operations a second: 45 us each.
+    Ssd,
     /// The same, at 75 MB/s and 700 operations a second.
     Throttled,
 }
@@ -72,6 +74,7 @@ impl Speed {
     pub fn word(self) -> &'static str {
         match self {
             Speed::Fast => "fast",
+            Speed::Ssd => "ssd",
             Speed::Throttled => "throttled",
         }
     }
@@ -80,6 +83,7 @@ impl Speed {
     pub fn throttle(self) -> Throttle {
         match self {
             Speed::Fast => Throttle::default(),
+            Speed::Ssd => Throttle { iops: 22_000, bytes_per_s: 800_000_000 },
             Speed::Throttled => Throttle { iops: 700, bytes_per_s: 75_000_000 },
         }
     }

@@ -233,9 +233,9 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     let directory = options.dir.clone().unwrap_or_else(corpus::directory);
     for &speed in &options.disk {
         let steps = options.steps.unwrap_or(match (speed, quick) {
-            (Speed::Fast, false) => 10_000,
+            (Speed::Fast | Speed::Ssd, false) => 10_000,
             (Speed::Throttled, false) => 1000,
-            (Speed::Fast, true) => 1000,
+            (Speed::Fast | Speed::Ssd, true) => 1000,
             (Speed::Throttled, true) => 200,
         });
         let room = (plan.backing_bytes(content.len()), content.len());

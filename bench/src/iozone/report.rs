@@ -58,8 +58,8 @@ impl<'p> Report<'p> {
                 for (column, published) in Column::ALL.into_iter().zip(DOCUMENT_001) {
                     let bound = match (self.plan.speed, self.plan.holds) {
                         (Speed::Throttled, Holds::Iozone) => published,
-                        (Speed::Fast, Holds::Real) if is_wanted_faster(column) => 1.3,
-                        (Speed::Fast, Holds::Real) => 0.95,
+                        (Speed::Fast | Speed::Ssd, Holds::Real) if is_wanted_faster(column) => 1.3,
+                        (Speed::Fast | Speed::Ssd, Holds::Real) => 0.95,
                         _ => continue,
                     };
                     targets.push(Target {

@@ -73,7 +73,9 @@ impl<'s> Disk<'s> {
                 session.note(Undo::File(file.path().to_owned()))?;
                 Medium::File(file)
             }
-            Speed::Throttled => Medium::Loop(Device::set_up(session, &Kind::Disk, bytes, bench.compcache())?),
+            Speed::Ssd | Speed::Throttled => {
+                Medium::Loop(Device::set_up(session, &Kind::Disk, bytes, bench.compcache())?)
+            }
         };
         let disk = Disk { session, medium, speed, backing_bytes };
         drop(disk.slow_down()?);

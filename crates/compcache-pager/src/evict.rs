@@ -24,14 +24,14 @@ use crate::pager::{Channel, Pager, REGIONS_MAX, STAGING_BYTES, State, Way, clock
 use crate::process;
 use crate::regions::Ranges;
 use crate::retire;
-use crate::shared::{Region, Totals};
-use crate::staging::{GROUP, GROUPS_MAX, GROUPS_MIN, Staging};
+use crate::shared::{Counters, Region, Totals};
+use crate::staging::{GROUP, GROUPS_MAX, GROUPS_MIN, SHARE, Staging};
 use crate::sys::{self, Errno};
-use crate::waits::Waits;
+use crate::waits::{Seen, Waits};
 use alloc::boxed::Box;
 use compcache_store::Worker;
 use core::ops::Range;
-use core::sync::atomic::Ordering::*;
+use core::sync::atomic::{AtomicU64, Ordering::*};
 use rustix::fd::{AsFd, OwnedFd};
 
 /// Before its first nap is over a process costs one thread and nothing else: most processes of a build end sooner.
@@ -53,6 +53,8 @@ const STEPS_BETWEEN_LOOKS: u32 = 8;
 const COMPACTED_AT_ONCE: usize = 64;
 /// How long the evictor waits for room in the pool before it looks again what is asked of it.
 const WAIT_FOR_SPILL_NS: u64 = 2_000_000;
+/// With less room than so small a share of what is resident a tree is full: a little more than the reserve of one that evicts.
+const FULL_SHARE: u64 = 32;
 const UNSHARE_TRIES: u32 = 64;
 const UNFINISHED_MAX: u32 = 32;
 /// Time between two looks at which threads there are.
@@ -121,7 +123,7 @@ impl Evictor {
             threads_noted_ns: 0,
             cpu_ns: 0,
             busy_at_ns: clock_ns(),
-            waits: Waits::new(),
+            waits: Waits::default(),
             rests: false,
             unfinished: 0,
             has_all: false,
@@ -137,7 +139,7 @@ impl Evictor {
         if let Some(cold) = &mut self.cold {
             cold.reset();
         }
-        (self.cpu_ns, self.busy_at_ns, self.waits) = (0, clock_ns(), Waits::new());
+        (self.cpu_ns, self.busy_at_ns, self.waits) = (0, clock_ns(), Waits::default());
     }
 
     /// The thread.
@@ -316,7 +318,7 @@ impl Evictor {
             self.busy_at_ns = now_ns;
         }
         (self.cpu_ns, self.looked_at_ns) = (cpu_ns, now_ns);
-        let idle_ns = now_ns - self.busy_at_ns;
+        let idle = now_ns - self.busy_at_ns > IDLE_AFTER_NS;
         let mut state = pager.state.lock();
         let ours = pager.ours_bytes(&state);
         let resident = anonymous.saturating_sub(ours / PAGE as u64);
@@ -331,17 +333,21 @@ impl Evictor {
         }
         let headroom_bytes = headroom_bytes(pager.region, &totals);
         let headroom = share_of(headroom_bytes / PAGE as i64, resident, &totals);
-        let evicted = pager.slot().map_or(0, |slot| slot.counters.evicted_pages.load(Relaxed));
-        let may_hold = self.waits.may_hold(idle_ns, now_ns, totals.evicted_pages.wrapping_sub(evicted), resident);
+        let counted = pager.slot().map(|slot| &slot.counters);
+        let count =
+            |counter: fn(&Counters) -> &AtomicU64| counted.map_or(0, |counters| counter(counters).load(Relaxed));
+        let may_hold = self.waits.may_hold(Seen {
+            now_ns,
+            cpu_ns,
+            faults: count(|counters| &counters.faults),
+            resident_pages: resident,
+            is_full: headroom_bytes < (totals.resident_bytes / FULL_SHARE) as i64,
+            evicted_by_others: totals.evicted_pages.wrapping_sub(count(|counters| &counters.evicted_pages)),
+        });
         let limit = least_pages(pager.region, &totals).max((resident as i64 + headroom).max(0) as u64);
-        state.limit_pages = limit.min(may_hold).max(state.floor_pages(now_ns));
+        state.limit_pages = limit.min(may_hold.unwrap_or(u64::MAX)).max(state.floor_pages(now_ns));
         let evicts = resident + state.reserve_pages() / 2 > state.limit_pages;
-        Some(Look {
-            over_pages: resident as i64 - state.limit_pages as i64,
-            evicts,
-            unknown_growth,
-            idle: idle_ns > IDLE_AFTER_NS,
-        })
+        Some(Look { over_pages: resident as i64 - state.limit_pages as i64, evicts, unknown_growth, idle })
     }
 
     /// Starts the handler and registers what there is.
@@ -359,8 +365,10 @@ impl Evictor {
         if pager.frozen.load(Acquire) {
             return false;
         }
-        let limit_bytes = state.limit_pages as usize * PAGE;
-        let groups = (limit_bytes / (GROUP * PAGE) / 8).clamp(GROUPS_MIN, GROUPS_MAX);
+        // What it may hold now may be little, and more later.
+        let header = &pager.region.header;
+        let limit_bytes = header.ram_limit_bytes.load(Relaxed).max(header.resident_limit_bytes.load(Relaxed)) as usize;
+        let groups = (limit_bytes / (GROUP * PAGE) / SHARE).clamp(GROUPS_MIN, GROUPS_MAX);
         let staging = pager.staging_start..pager.staging_start + STAGING_BYTES;
         let registered = match channel.way {
             Way::Move { .. } => staging,
@@ -706,7 +714,7 @@ fn headroom_bytes(region: &Region, totals: &Totals) -> i64 {
     below(ram, totals.resident_bytes + totals.ours_bytes).min(below(resident, totals.resident_bytes))
 }
 
-/// What a process may hold whatever the total is, pages: its part of a quarter of the limit. What does not compress makes the
+/// What a process that works may hold whatever the total is, pages: its part of a quarter of the limit. What does not compress makes the
 /// pool outgrow the limit alone; to have everything leave then would make the pool larger and the program stand still.
 fn least_pages(region: &Region, totals: &Totals) -> u64 {
     region.header.ram_limit_bytes.load(Relaxed) / 4 / PAGE as u64 / totals.processes.max(1)

@@ -17,7 +17,7 @@ use core::ops::Range;
 /// Runs that can wait, at most and at least; the oldest is left to the hand when one more comes.
 const RUNS_MAX: usize = 1 << 14;
 const RUNS_MIN: usize = 1 << 9;
-/// One for so many pages of the memory: more pages than the queue holds before they leave first. The ring goes round all of them.
+/// One for so many pages of the memory: up to 640 MiB, more than the queue holds before its pages leave first. The ring goes round all of them.
 const PAGES_OF_RAM: u64 = 8;
 /// The part of what may be resident that the queue holds before its pages leave first, and the pages it holds in any case:
 /// what was read ahead must stay until it is used.
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_room_for_more_than_what_waits_however_large_the_memory() {
+    fn there_is_room_for_more_than_what_waits_in_memories_that_are_not_large() {
         for ram_pages in [0, 4096, 1 << 15, 1 << 16] {
             let mut queue = queue();
             queue.set_size(ram_pages);

@@ -29,6 +29,8 @@ const GARBAGE_SHARE: usize = 32;
 /// One of so many pages of the limit is kept free, and at least so many.
 const RESERVE_SHARE: u64 = 64;
 const RESERVE_PAGES_MIN: u64 = 48;
+/// One of so many pages of the limit waits in staging.
+pub const SHARE: usize = 16;
 /// Fewest groups there are; half of them may be in use.
 pub const GROUPS_MIN: usize = 6;
 /// Most groups there can be: 64 MiB of frames.
@@ -168,7 +170,10 @@ impl Staging {
         self.free = Set::new();
         self.free_frames = 0;
         for group in (0..groups_max).filter(|&group| !self.retired[group]) {
-            self.groups[group] = Group { present: 0, pages: [0; GROUP], copies: 0 };
+            let held = &mut self.groups[group];
+            if held.present | held.copies != 0 {
+                (held.present, held.copies) = (0, 0);
+            }
             self.empty.add(group);
         }
     }
@@ -210,9 +215,9 @@ impl Staging {
         }
     }
 
-    /// Most groups to be filled with one call: one of eight, so that a second chance stays one.
+    /// Most groups to be filled with one call: one of four, so that a second chance stays one.
     pub fn filled_at_once(&self, limit_pages: u64) -> usize {
-        (groups_for(limit_pages, self.groups_max) / 8).clamp(1, FILLED_AT_ONCE)
+        (groups_for(limit_pages, self.groups_max) / 4).clamp(1, FILLED_AT_ONCE)
     }
 
     /// Address of a frame, bytes.
@@ -280,10 +285,10 @@ impl Staging {
     }
 }
 
-/// How many groups are used while the process may hold `limit_pages`: an eighth of that. The limit falls as the pool grows, and what waits in
-/// staging is of no use to the program (docs/decisions/0038).
+/// How many groups are used while the process may hold `limit_pages`: a sixteenth of that. The limit falls as the pool grows, and what waits in
+/// staging is of no use to the program (docs/decisions/0038, 0040).
 fn groups_for(limit_pages: u64, groups_max: usize) -> usize {
-    (limit_pages as usize / GROUP / 8).min(groups_max).max(GROUPS_MIN / 2)
+    (limit_pages as usize / GROUP / SHARE).min(groups_max).max(GROUPS_MIN / 2)
 }
 
 #[cfg(test)]
@@ -310,7 +315,7 @@ mod tests {
 
     #[test]
     fn what_is_used_follows_the_limit() {
-        assert_eq!([0, 1024, 4096, 8192, 16384, 1 << 20].map(|pages| groups_for(pages, 32)), [3, 3, 8, 16, 32, 32]);
+        assert_eq!([0, 1024, 4096, 8192, 16384, 1 << 20].map(|pages| groups_for(pages, 32)), [3, 3, 4, 8, 16, 32]);
     }
 
     #[test]
