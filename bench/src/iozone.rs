@@ -35,7 +35,7 @@ use report::Report;
 /// What `iozone` can be asked on the command line.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// MiB of memory of each side; the file is twice as large. Document 001 has 512 [default: 64; 48 if throttled; 32 with --quick].
+    /// MiB of memory of each side; the file is twice as large. Document 001 has 512 [default: 64; 512 on ssd; 48 if throttled; 32 with --quick].
     #[arg(long)]
     megabytes: Option<u64>,
     /// What of it the pool may take: a percentage, or half [default: 10% of IOzone's pattern, half of real content].
@@ -121,10 +121,12 @@ pub struct Plan {
 impl Plan {
     fn of(options: &Options, quick: bool, rounds: Option<usize>) -> Result<Plan> {
         let throttled = options.disk == Speed::Throttled;
-        let megabytes = options.megabytes.unwrap_or(match (quick, throttled) {
+        let megabytes = options.megabytes.unwrap_or(match (quick, options.disk) {
             (true, _) => 32,
-            (false, true) => 48,
-            (false, false) => 64,
+            (false, Speed::Fast) => 64,
+            // The throttle lets some hundred megabytes pass at first.
+            (false, Speed::Ssd) => 512,
+            (false, Speed::Throttled) => 48,
         });
         let Share(percent) = options.pool.unwrap_or(Share(if options.content == Holds::Iozone { 10 } else { 50 }));
         let all_bytes = megabytes << 20;
