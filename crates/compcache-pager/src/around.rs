@@ -53,8 +53,8 @@ fn around(state: &State, page: u64, frame: Frame) -> Range<u64> {
     let is_staged = |near: u64| {
         let word = state.table.get(near);
         let frame_of = place_of(near).map(|place| frame - frame % GROUP as Frame + place as Frame);
-        let may_come = !state.must_stay(near as usize * PAGE);
-        may_come && word.phase() == Phase::Staged && frame_of == Some(word.payload())
+        let is_beside = word.phase() == Phase::Staged && frame_of == Some(word.payload());
+        is_beside && !state.must_stay(near as usize * PAGE)
     };
     let went_back = |near: u64| {
         let was_there =

@@ -289,7 +289,7 @@ fn a_pager_that_has_nothing_to_do_takes_little() {
         };
         let (fits, spills) = (taken(&[]), taken(&["--spill", &place.path().display().to_string()]));
         eprintln!("{way:?}: {} KiB, with a spill {} KiB", fits >> 10, spills >> 10);
-        assert!(fits <= 256 << 10 && spills <= 320 << 10, "{way:?}: {fits} bytes, with a spill {spills}");
+        assert!(fits <= 224 << 10 && spills <= 288 << 10, "{way:?}: {fits} bytes, with a spill {spills}");
     }
 }
 
