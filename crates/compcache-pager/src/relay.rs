@@ -163,7 +163,7 @@ fn sockets() -> Option<[OwnedFd; 2]> {
     Some([aside(&made.0)?, aside(&made.1)?])
 }
 
-/// Waits until none of the threads is known to the kernel.
+/// Waits until nothing in the kernel is left of any of the threads.
 pub(crate) fn wait_for_the_end(pager: &Pager) {
     for thread in &pager.relay.threads {
         let number = thread.swap(0, AcqRel);
@@ -171,6 +171,9 @@ pub(crate) fn wait_for_the_end(pager: &Pager) {
             lock::pause();
         }
     }
+    // A thread loses its number a moment before it leaves the process; until then `unshare` is refused. Both happen under the kernel's lock
+    // of all tasks (`release_task`), which this question waits for.
+    let _ = rustix::process::getpriority_pgrp(None);
 }
 
 fn go_on(pager: &'static Pager) {

@@ -7,7 +7,6 @@ use crate::libc;
 use compcache_pager::pager::Pager;
 use compcache_pager::{relay, system_call};
 use core::ffi::c_int;
-use rustix::thread::sched_yield;
 
 /// As the kernel's linux/sched.h.
 const CLONE_NEWTIME: usize = 0x80;
@@ -16,9 +15,6 @@ const CLONE_SIGHAND: usize = 0x800;
 const CLONE_THREAD: usize = 0x1_0000;
 const CLONE_NEWUSER: usize = 0x1000_0000;
 const CLONE_NEWPID: usize = 0x2000_0000;
-/// What the kernel says to who is not alone; so often it is asked again.
-const EINVAL: isize = -22;
-const TRIES: u32 = 20;
 /// As the kernel's linux/nsfs.h.
 const NS_GET_NSTYPE: usize = 0xb703;
 /// As the kernel's asm/unistd_64.h.
@@ -40,16 +36,7 @@ pub unsafe fn call(number: usize, arguments: [usize; 6]) -> isize {
 
 /// Makes a call in two parts; `flags` says which of all.
 fn in_parts(pager: &'static Pager, all: usize, after: usize, part: impl Fn(usize) -> isize) -> isize {
-    let result = relay::while_alone(pager, || {
-        // A thread that the kernel does not know any more is not quite gone.
-        for _ in 0..TRIES {
-            match part(all & !after) {
-                EINVAL => sched_yield(),
-                result => return result,
-            }
-        }
-        EINVAL
-    });
+    let result = relay::while_alone(pager, || part(all & !after));
     if result < 0 || all & after == 0 { result } else { part(all & after) }
 }
 

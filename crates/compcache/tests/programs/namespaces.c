@@ -63,7 +63,7 @@ static void alone(void)
 	MUST(munmap(fresh.at, fresh.pages * PAGE) == 0);
 	allowed("unshare of CLONE_THREAD", unshare(CLONE_THREAD));
 	work();
-	for (int round = 0; round < 50; round++) allowed("unshare of CLONE_SIGHAND", (int)syscall(SYS_unshare, CLONE_SIGHAND));
+	for (int round = 0; round < 1000; round++) allowed("unshare of CLONE_SIGHAND", (int)syscall(SYS_unshare, CLONE_SIGHAND));
 	work();
 	/* A process that has had threads: they are gone as soon as the kernel says so. */
 	pthread_t thread;
