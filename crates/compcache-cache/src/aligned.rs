@@ -1,5 +1,7 @@
 //! Memory that direct input and output takes: aligned to pages.
 
+use compcache_store::Page;
+
 const PAGE_BYTES: usize = 4096;
 
 /// Bytes that begin where a page does.
@@ -15,6 +17,11 @@ impl Aligned {
         let bytes = vec![0; length_bytes + PAGE_BYTES];
         let start = bytes.as_ptr().align_offset(PAGE_BYTES);
         Aligned { bytes, start, length_bytes }
+    }
+
+    /// Whole pages of them.
+    pub fn pages(&self) -> &[Page] {
+        self.bytes[self.start..][..self.length_bytes].as_chunks().0
     }
 
     /// All of them.

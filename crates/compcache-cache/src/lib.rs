@@ -202,6 +202,16 @@ impl<S: Copy + PartialEq> Cache<S> {
         index.files.find(id).is_some_and(|(_, file)| file.pages.range(first..end).count() == count)
     }
 
+    /// Says of each of the pages from `first` on whether it is here now.
+    pub fn find(&self, id: FileId, first: u32, found: &mut [bool]) {
+        found.fill(false);
+        let index = &mut *self.lock();
+        let end = first.saturating_add(found.len() as u32);
+        if let Some((_, file)) = index.files.find(id) {
+            file.pages.range(first..end).for_each(|(page, _)| found[(page - first) as usize] = true);
+        }
+    }
+
     /// Reads the pages from `first` on that are here into `pages`, and says of each in `found` whether it was. One that lies so between others that were not
     /// that it is read below along with them (`missing`) is counted as not found: it saves nothing.
     pub fn get(&self, worker: &mut Worker, token: Token, first: u32, pages: &mut [Page], found: &mut [bool]) {

@@ -10,6 +10,7 @@ use fuser::{FileHandle, FileType};
 use rustix::io::{self, Errno};
 
 use crate::inodes::Node;
+use crate::tree::Run;
 
 /// An open file.
 pub struct OpenFile {
@@ -22,6 +23,8 @@ pub struct OpenFile {
     pub watched: bool,
     /// Held by who uses the descriptor's position.
     pub position: Mutex<()>,
+    /// What was asked for in order.
+    pub run: Mutex<Run>,
 }
 
 /// The same file for direct reads, opened when one is wanted for the first time.

@@ -132,7 +132,7 @@ impl Mount {
         let watches = if options.watch { Some(watched(&notices)?) } else { None };
         let cache = Cache::new(options.memory_bytes, options.codec);
         let cache = Arc::new(cache.map_err(|error| FsError::Memory { error })?);
-        let tree = Arc::new(Tree::new(Parts {
+        let (tree, jobs) = Tree::new(Parts {
             inodes: inodes.clone(),
             cache: cache.clone(),
             exclusive: options.exclusive,
@@ -140,7 +140,8 @@ impl Mount {
             watches,
             notices,
             by_rings: compcache_fuse::queues().is_some(),
-        }));
+        });
+        let tree = Arc::new(tree);
         let session = connect(&tree, options, &source, &target, limits);
         let session = session.map_err(|error| FsError::Mount { path: target.clone(), error })?;
         // Undone from here on if something fails.
@@ -156,6 +157,7 @@ impl Mount {
         let started = thread::Builder::new().name("notices".into()).spawn(move || tell(&heard, &notifier, &inodes));
         started.map_err(|error| FsError::Thread { error })?;
         start_upkeep(&cache, options.exclusive)?;
+        jobs.start(Arc::downgrade(&tree)).map_err(|error| FsError::Thread { error })?;
         mount.session = Some(session.spawn().map_err(|error| FsError::Thread { error })?);
         Ok(mount)
     }

@@ -6,6 +6,7 @@
 //! | [`attributes`]  | what is known of a file, and changing it                              |
 //! | [`contents`]    | open, write, sync, allocate, copy, seek                               |
 //! | [`reading`]     | read: from the cache, or below                                        |
+//! | [`ahead`]       | read: ahead of who reads in order                                     |
 //! | [`directories`] | open and list                                                         |
 //! | [`xattrs`]      | extended attributes, ACLs among them                                  |
 //! | [`control`]     | those of the mount's root that are ours: statistics and settings      |
@@ -14,6 +15,7 @@
 //! FIFOs, sockets and devices itself, and holds back what is beyond a limit. An operation is done below by the one system call that means it;
 //! its errno is the answer. Requests of one file come from several threads at once; what orders them is the file below.
 
+mod ahead;
 mod attributes;
 mod contents;
 mod control;
@@ -46,6 +48,8 @@ use crate::inodes::Inodes;
 use crate::lower::Lower;
 use crate::stamp::Stamp;
 use crate::watch::Watches;
+use ahead::Ahead;
+pub use ahead::{Jobs, Run};
 use attributes::{Changes, timespec};
 use names::Made;
 use xattrs::Value;
@@ -67,6 +71,7 @@ pub struct Tree {
     directories: Handles<OpenDirectory>,
     lower: Lower,
     cache: Arc<Cache<Stamp>>,
+    ahead: Ahead,
     /// Nobody changes files behind the mount.
     exclusive: bool,
     /// How long the kernel may believe what it was told of names and attributes.
@@ -102,11 +107,27 @@ pub struct Parts {
 }
 
 impl Tree {
-    pub fn new(parts: Parts) -> Tree {
+    /// With what a thread that reads ahead is to serve.
+    pub fn new(parts: Parts) -> (Tree, Jobs) {
         let Parts { inodes, cache, exclusive, remembered, watches, notices, by_rings } = parts;
         let (by_rings, linger) = (by_rings.into(), OnceLock::new());
         let (files, directories, lower) = (Handles::new(), Handles::new(), Lower::new());
-        Tree { inodes, files, directories, lower, cache, exclusive, remembered, watches, notices, by_rings, linger }
+        let (ahead, jobs) = Ahead::new();
+        let tree = Tree {
+            inodes,
+            files,
+            directories,
+            lower,
+            cache,
+            ahead,
+            exclusive,
+            remembered,
+            watches,
+            notices,
+            by_rings,
+            linger,
+        };
+        (tree, jobs)
     }
 }
 

@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use compcache_cache::FileId;
 use compcache_store::Page;
 use fuser::{FileHandle, FopenFlags, INodeNo, OpenFlags, WriteFlags};
 use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fsync, openat, seek};
@@ -70,8 +71,8 @@ impl Tree {
         // Before it is looked at: what comes later is heard.
         let watched = self.watches.as_ref().is_some_and(|watches| watches.begin(&node));
         how.set(FopenFlags::FOPEN_KEEP_CACHE, self.may_keep(&fd, &node));
-        let (direct, position) = (Direct::default(), Mutex::new(()));
-        (self.files.add(OpenFile { fd, direct, node, writes, watched, position }), how)
+        let (direct, position, run) = (Direct::default(), Mutex::new(()), Mutex::default());
+        (self.files.add(OpenFile { fd, direct, node, writes, watched, position, run }), how)
     }
 
     /// Whether the file is what it was when the kernel was last told so: then it may keep what it has of it.
@@ -98,8 +99,12 @@ impl Tree {
         change: impl FnOnce() -> io::Result<T>,
         written: impl FnOnce(&T) -> (u64, &'p [u8]),
     ) -> io::Result<T> {
-        let writing = self.cache.begin_write(node.id, (bytes.0 / PAGE, bytes.1.div_ceil(PAGE)));
+        let pages = bytes.0 / PAGE..bytes.1.div_ceil(PAGE);
+        let writing = self.cache.begin_write(node.id, (pages.start, pages.end));
+        self.ahead.void(node.id, pages.clone());
         let changed = change();
+        // What was read ahead in the meantime may be of before.
+        self.ahead.void(node.id, pages);
         if self.exclusive {
             if let Ok(stat) = node.look() {
                 let mut kept = node.kept.lock().unwrap_or_else(PoisonError::into_inner);
@@ -157,7 +162,13 @@ impl Tree {
 
     /// The file system below says that it has lost something, of this write or of one before: what is kept of the file may be that.
     fn may_be_lost(&self, node: &Node) {
-        self.cache.drop_file(node.id);
+        self.forget_pages(node.id);
+    }
+
+    /// Nothing that is kept of a file is what it has, or may not be.
+    pub fn forget_pages(&self, id: FileId) {
+        self.cache.drop_file(id);
+        self.ahead.void(id, 0..u64::MAX);
     }
 
     pub fn close_file(&self, handle: FileHandle) {

@@ -125,13 +125,13 @@ impl Tree {
 
     /// A file that was just made: what is kept under its number was another's, read after that had lost its last name.
     pub fn has_nothing(&self, id: FileId) {
-        self.cache.drop_file(id);
+        self.forget_pages(id);
     }
 
     /// Drops what is kept of a file that has just lost its last name.
     fn drop_pages_of(&self, file: Option<FileId>) {
         if let Some(id) = file {
-            self.cache.drop_file(id);
+            self.forget_pages(id);
         }
     }
 

@@ -16,6 +16,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Instant;
 
@@ -57,7 +58,9 @@ impl Bytes for ReplyData {
 struct Own {
     worker: Worker,
     buffer: Aligned,
+    /// In the cache; and by now, wherever it is from.
     found: Vec<bool>,
+    there: Vec<bool>,
 }
 
 thread_local! {
@@ -76,7 +79,8 @@ impl Tree {
         OWN.with_borrow_mut(|own| {
             if own.is_none() {
                 let fresh = self.cache.worker().ok();
-                *own = fresh.map(|worker| Own { worker, buffer: Aligned::new(0), found: Vec::new() });
+                *own =
+                    fresh.map(|worker| Own { worker, buffer: Aligned::new(0), found: Vec::new(), there: Vec::new() });
             }
             match own {
                 Some(own) => self.read_through(own, &open, offset_bytes, length_bytes, reply),
@@ -102,7 +106,14 @@ impl Tree {
         }
     }
 
-    fn read_through(&self, own: &mut Own, open: &OpenFile, offset_bytes: u64, length_bytes: usize, reply: impl Bytes) {
+    fn read_through(
+        &self,
+        own: &mut Own,
+        open: &Arc<OpenFile>,
+        offset_bytes: u64,
+        length_bytes: usize,
+        reply: impl Bytes,
+    ) {
         let Ok(stat) = look(&open.fd) else { return self.read_below(open, offset_bytes, length_bytes, reply) };
         let (size_bytes, stamp) = (stat.stx_size, self.version_of(&stat));
         let end_bytes = offset_bytes.saturating_add(length_bytes as u64).min(size_bytes);
@@ -115,14 +126,28 @@ impl Tree {
         if own.found.len() < count {
             own.buffer = Aligned::new(count * PAGE as usize);
             own.found.resize(count, false);
+            own.there.resize(count, false);
         }
-        let Own { worker, buffer, found } = own;
+        let Own { worker, buffer, found, there } = own;
         let (pages, _) = buffer.bytes().as_chunks_mut();
-        let (pages, found) = (&mut pages[..count], &mut found[..count]);
-        let token = self.cache.begin_read(open.node.id, stamp, self.exclusive || stamp_of(&stat).is_settled(now()));
+        let (pages, found, there) = (&mut pages[..count], &mut found[..count], &mut there[..count]);
+        let is_settled = self.exclusive || stamp_of(&stat).is_settled(now());
+        let token = self.cache.begin_read(open.node.id, stamp, is_settled);
+        if is_settled {
+            self.ahead.plan(open, stamp, first as u32..end as u32, size_bytes);
+        }
         self.cache.get(worker, token, first as u32, pages, found);
-
-        let read = self.read_missing(worker, token, open, first, (&mut *pages, &*found), size_bytes - first * PAGE);
+        there.copy_from_slice(found);
+        let begun = Instant::now();
+        let count_missing = found.iter().filter(|found| !**found).count();
+        if count_missing > 0 {
+            self.call_another();
+            self.ahead.take(open, stamp, first as u32, pages, there);
+        }
+        let read = self.read_missing(worker, token, open, first, (&mut *pages, &*there), size_bytes - first * PAGE);
+        if count_missing > 0 && read.is_ok() {
+            self.cache.took_below(count_missing, begun.elapsed());
+        }
         let (begin, end) = ((offset_bytes - first * PAGE) as usize, (end_bytes - first * PAGE) as usize);
         let is_whole = match read {
             Ok(valid) => {
@@ -150,12 +175,6 @@ impl Tree {
         (pages, found): (&mut [Page], &[bool]),
         size_bytes: u64,
     ) -> io::Result<usize> {
-        let count = found.iter().filter(|found| !**found).count();
-        if count == 0 {
-            return Ok(pages.as_flattened().len());
-        }
-        self.call_another();
-        let begun = Instant::now();
         for run in missing(found) {
             let read = self.read_run(open, first, run.clone(), pages, size_bytes);
             let is_whole = read.as_ref().is_ok_and(|is_whole| *is_whole == run.end * PAGE as usize);
@@ -176,13 +195,12 @@ impl Tree {
                 }
             }
         }
-        self.cache.took_below(count, begun.elapsed());
         Ok(pages.as_flattened().len())
     }
 
     /// Reads a run of pages below, numbers within `pages`, of which the first is the file's page `first`; `size_bytes` are those of the file from there on. Returns
     /// where in `pages` what is there now ends: with the run, unless the file is shorter than it was a moment ago.
-    fn read_run(
+    pub fn read_run(
         &self,
         open: &OpenFile,
         first: u64,

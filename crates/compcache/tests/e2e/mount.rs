@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::Write;
-use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -250,6 +250,71 @@ fn long_reads_of_what_nobody_else_reads_are_direct() {
     assert_eq!(direct_descriptors(), 0);
     // SAFETY: the mapping from above, to which nothing refers.
     unsafe { libc::munmap(map, content.len()) };
+}
+
+/// What is read ahead of who reads in order is not older than that read. Read with O_DIRECT: the kernel keeps nothing then.
+#[test]
+fn what_is_read_ahead_is_what_the_file_has() {
+    if !can_mount(&[]) {
+        return;
+    }
+    const AT_ONCE: usize = 128 << 10;
+    for (exclusive, downwards) in [(false, false), (false, true), (true, false), (true, true)] {
+        let options = if exclusive { vec!["--memory", "64M", "--exclusive"] } else { vec!["--memory", "64M"] };
+        let mut tree = Tree::mounted(&options);
+        let mut content = text(8 * MIB, 1);
+        fs::write(tree.source().join("f"), &content).unwrap();
+        thread::sleep(SETTLED);
+        let read_below = || {
+            let io = fs::read_to_string(format!("/proc/{}/io", tree.child.id())).unwrap();
+            io.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse::<usize>().unwrap()
+        };
+        let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(tree.target().join("f")).unwrap();
+        let places = 8 * MIB / AT_ONCE;
+        let place = |number: usize| if downwards { places - 1 - number } else { number } * AT_ONCE;
+        let read = |from: usize, to: usize, content: &[u8]| {
+            let mut into = vec![0; AT_ONCE];
+            for at in (from..to).map(place) {
+                file.read_exact_at(&mut into, at as u64).unwrap();
+                assert!(into == content[at..at + AT_ONCE], "{options:?} {downwards} at {at}");
+            }
+        };
+        let write = |directory: &Path, number: usize, which: u32, content: &mut [u8]| {
+            let (new, at) = (text(5000, which), place(number) + 100);
+            File::options().write(true).open(directory.join("f")).unwrap().write_all_at(&new, at as u64).unwrap();
+            content[at..at + new.len()].copy_from_slice(&new);
+        };
+        let before = read_below();
+        read(0, 4, &content);
+        // There was something ahead.
+        let give_up = Instant::now() + PATIENCE;
+        while read_below() < before + 5 * AT_ONCE {
+            assert!(Instant::now() < give_up, "nothing is read ahead: {} bytes", read_below() - before);
+            thread::sleep(Duration::from_millis(10));
+        }
+        thread::sleep(Duration::from_millis(50));
+        // Through the mount, in what was read ahead; then behind it, if that may be.
+        write(&tree.target(), 4, 2, &mut content);
+        read(4, 12, &content);
+        thread::sleep(Duration::from_millis(1200));
+        read(12, 20, &content);
+        thread::sleep(Duration::from_millis(50));
+        write(&if exclusive { tree.target() } else { tree.source() }, 20, 3, &mut content);
+        read(20, 30, &content);
+        thread::sleep(Duration::from_millis(1200));
+        read(30, 38, &content);
+        thread::sleep(Duration::from_millis(50));
+        // And it ends before that.
+        if !downwards {
+            let end = place(38) as u64 + 5000;
+            File::options().write(true).open(tree.target().join("f")).unwrap().set_len(end).unwrap();
+            let mut into = vec![0; AT_ONCE];
+            assert_eq!(file.read_at(&mut into, place(38) as u64).unwrap(), 5000);
+            assert!(into[..5000] == content[place(38)..][..5000]);
+        }
+        drop(file);
+        tree.unmount();
+    }
 }
 
 #[test]
