@@ -202,6 +202,11 @@ impl<S: Copy + PartialEq> Cache<S> {
         index.files.find(id).is_some_and(|(_, file)| file.pages.range(first..end).count() == count)
     }
 
+    /// Whether a write to a file is under way; of one of those that share its turn, perhaps.
+    pub fn is_written(&self, id: FileId) -> bool {
+        self.lock().turns.of(id).writers > 0
+    }
+
     /// Says of each of the pages from `first` on whether it is here now.
     pub fn find(&self, id: FileId, first: u32, found: &mut [bool]) {
         found.fill(false);

@@ -11,9 +11,9 @@
 //!                                     ready   being read, or waiting for that
 //! ```
 //!
-//! What is planned is no more than was asked for already, and where the run before ended is taken to be where this one does, so records of any length
-//! at random are not read over their ends again and again. A *chunk* is not in the cache: it is what a request takes instead of reading below, once, and is then
-//! treated as if that had read it. It is good for who finds the file with the stamp it had when the chunk was planned, and if no write through
+//! Where the run before ended is taken to be where this one does, so records of one length at random are not read over their ends again and again; beyond
+//! that, no more is planned than was asked for already. A *chunk* is not in the cache: it is what a request takes instead of reading below, and
+//! then treats as if it had read it. A request waits for a chunk that is being read, and never for one whose turn has not come. A chunk is good for who finds the file with the stamp it had when the chunk was planned, and if no write through
 //! the mount has begun or ended in its pages since.
 //!
 //! Lock: one for all chunks, held while none is read or copied; and one for each open file's run, taken before it.
@@ -43,8 +43,10 @@ const IN_ORDER_PAGES: u32 = 64;
 const IN_ORDER_AGAIN_PAGES: u32 = 32;
 /// Requests that the kernel makes at the same time overtake each other, by so much.
 const OVERTAKEN_PAGES: u32 = 64;
-/// A chunk that nobody has asked for by then goes. So long nothing is read ahead for whom that was in vain because the file changed.
+/// A chunk that nobody asks for so long goes. So long nothing is read ahead for whom that was in vain because the file changed.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// Who takes longer from one plan to the next would find his chunks gone.
+const SLOW: Duration = Duration::from_millis(250);
 
 /// A run of requests of an open file, one after the other, upwards or downwards.
 ///
@@ -59,6 +61,8 @@ pub struct Run {
     planned: u32,
     /// How long the run before was.
     before: u32,
+    /// When there was something to plan.
+    wanted_at: Option<Instant>,
     /// When what was read ahead was not what the file has any more.
     in_vain: Option<Instant>,
 }
@@ -109,6 +113,13 @@ impl Run {
         is_enough.then(|| self.planned..end.min(self.planned.saturating_add(CHUNK_PAGES)))
     }
 
+    /// Whether what is read ahead now would be in vain: it was a moment ago, or who reads is slow.
+    fn is_hopeless(&mut self) -> bool {
+        let before = self.wanted_at.replace(Instant::now());
+        let lasts = |since: Option<Instant>, least| since.is_some_and(|since| since.elapsed() < least);
+        before.is_some() && !lasts(before, SLOW) || lasts(self.in_vain, PATIENCE)
+    }
+
     /// Pages up to the end of this range were planned.
     fn is_planned(&mut self, wanted: &Range<u32>) {
         self.planned = if self.goes_down { mirrored(wanted).end } else { wanted.end };
@@ -148,10 +159,9 @@ struct Chunk {
     is_void: bool,
 }
 
-/// What the reading thread is to read: a chunk.
+/// What the reading thread is to read: a chunk, of a file of so many bytes.
 struct Job {
     number: u64,
-    open: Arc<OpenFile>,
     size_bytes: u64,
 }
 
@@ -183,39 +193,43 @@ impl Ahead {
         self.chunks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Pages `asked` of an open file, of so many bytes, are asked for: has what comes next be read.
-    pub fn plan(&self, open: &Arc<OpenFile>, stamp: Stamp, asked: Range<u32>, size_bytes: u64) {
+    /// Pages `asked` of an open file, of so many bytes, are asked for: has what comes next be read. Returns which pages.
+    pub fn plan(&self, open: &Arc<OpenFile>, stamp: Stamp, asked: Range<u32>, size_bytes: u64) -> Option<Range<u32>> {
         let run = &mut *open.run.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(wanted) = run.ask(asked.clone()) else { return };
-        let wanted = wanted.start..wanted.end.min(size_bytes.div_ceil(PAGE) as u32);
-        if wanted.is_empty() || run.in_vain.is_some_and(|since| since.elapsed() < PATIENCE) {
-            return;
+        let wanted = run.ask(asked.clone())?;
+        let wanted = wanted.start..wanted.end.min(size_bytes.div_ceil(PAGE).min(u32::MAX.into()) as u32);
+        if wanted.is_empty() || run.is_hopeless() {
+            return None;
         }
         let (id, reader) = (open.node.id, Arc::downgrade(open));
         let mut chunks = self.lock();
         // What it has left behind.
         let near = asked.start.min(wanted.start).saturating_sub(OVERTAKEN_PAGES)
             ..asked.end.max(wanted.end).saturating_add(OVERTAKEN_PAGES);
-        chunks.let_go(|chunk| chunk.reader.ptr_eq(&reader) && !chunk.meets(id, &near));
+        chunks.let_go(|chunk| {
+            let is_old = chunk.is_void || chunk.stamp != stamp;
+            chunk.reader.ptr_eq(&reader) && !chunk.meets(id, &near) || is_old && chunk.meets(id, &wanted)
+        });
         if chunks.all.len() == CHUNKS_MAX {
             chunks.let_go(|chunk| chunk.since.elapsed() >= PATIENCE);
         }
         // What another reads ahead already is not read twice.
         let is_there = chunks.all.iter().any(|chunk| chunk.meets(id, &wanted));
         if !is_there && chunks.all.len() == CHUNKS_MAX {
-            return;
+            return None;
         }
         run.is_planned(&wanted);
         if is_there {
-            return;
+            return None;
         }
         chunks.next_number += 1;
         let (number, since) = (chunks.next_number, Instant::now());
         let (state, left, is_void) = (State::Waiting, wanted.len(), false);
-        chunks.all.push(Chunk { number, id, reader, stamp, pages: wanted, since, state, left, is_void });
+        chunks.all.push(Chunk { number, id, reader, stamp, pages: wanted.clone(), since, state, left, is_void });
         drop(chunks);
-        // There is somebody who listens while there is a tree.
-        let _ = self.jobs.send(Job { number, open: open.clone(), size_bytes });
+        // Where nobody listens yet, or any more, it is not read, and nobody waits for it.
+        let _ = self.jobs.send(Job { number, size_bytes });
+        Some(wanted)
     }
 
     /// Copies what was read ahead of the pages from `first` on, which are not `there` yet, and says that they are. Waits for what is being read.
@@ -234,8 +248,8 @@ impl Ahead {
                 }
             }
             from = stop;
-            if is_last && let Some(filled) = Arc::into_inner(filled) {
-                self.lock().spare.push(filled.buffer);
+            if is_last {
+                self.lock().recycle(filled);
             }
         }
         if in_vain {
@@ -260,13 +274,25 @@ impl Ahead {
                 chunks.all.swap_remove(at);
                 continue;
             }
-            let State::Ready(filled) = &chunk.state else {
-                chunks = self.read.wait(chunks).unwrap_or_else(PoisonError::into_inner);
-                continue;
+            let filled = match &chunk.state {
+                State::Ready(filled) => filled,
+                State::Reading => {
+                    chunks = self.read.wait(chunks).unwrap_or_else(PoisonError::into_inner);
+                    continue;
+                }
+                State::Waiting => {
+                    // Whoever asks reads it himself; the thread may be busy with a disk that sleeps.
+                    chunk.cut_off(&asked);
+                    if chunk.pages.is_empty() {
+                        chunks.all.swap_remove(at);
+                    }
+                    continue;
+                }
             };
             let (filled, pages) = (filled.clone(), chunk.pages.clone());
             let taken = pages.start.max(asked.start)..pages.end.min(asked.end);
             chunk.left = chunk.left.saturating_sub(taken.len());
+            chunk.since = Instant::now();
             let is_last = chunk.left == 0;
             if is_last {
                 chunks.all.swap_remove(at);
@@ -283,14 +309,25 @@ impl Ahead {
         }
     }
 
-    /// Begins to read a chunk, if it is wanted still: which pages, and into what.
-    fn begin(&self, number: u64) -> Option<(Range<u32>, Aligned)> {
+    /// An open file is closed: nothing more is read ahead of it.
+    pub fn close(&self, open: &Arc<OpenFile>) {
+        let reader = Arc::downgrade(open);
+        self.lock().let_go(|chunk| chunk.reader.ptr_eq(&reader));
+    }
+
+    /// Begins to read a chunk, if it is wanted still: of what, which pages, and into what.
+    fn begin(&self, number: u64) -> Option<(Arc<OpenFile>, Range<u32>, Aligned)> {
         let mut chunks = self.lock();
-        let chunk = chunks.all.iter_mut().find(|chunk| chunk.number == number)?;
+        let at = chunks.all.iter().position(|chunk| chunk.number == number)?;
+        let chunk = &mut chunks.all[at];
+        let Some(open) = chunk.reader.upgrade().filter(|_| !chunk.is_void) else {
+            chunks.all.swap_remove(at);
+            return None;
+        };
         chunk.state = State::Reading;
         let pages = chunk.pages.clone();
         let buffer = chunks.spare.pop().unwrap_or_else(|| Aligned::new((u64::from(CHUNK_PAGES) * PAGE) as usize));
-        Some((pages, buffer))
+        Some((open, pages, buffer))
     }
 
     /// A chunk was read; which pages of it are `here` now.
@@ -305,21 +342,23 @@ impl Ahead {
             }
             _ => {
                 at.map(|at| chunks.all.swap_remove(at));
-                chunks.spare.push(buffer);
+                chunks.spare(buffer);
             }
         }
         drop(chunks);
         self.read.notify_all();
     }
 
-    /// Gives back what nobody asks for. Returns whether there is more to give back some time.
+    /// Gives back what nobody asks for. Returns whether there is nothing more to give back.
     fn tidy(&self) -> bool {
         let mut chunks = self.lock();
+        let (all, spare) = (chunks.all.len(), chunks.spare.len());
         chunks.let_go(|chunk| chunk.since.elapsed() >= PATIENCE);
+        // Whoever has taken the last of something may be about to give a buffer back.
         if chunks.all.is_empty() {
             chunks.spare = Vec::new();
         }
-        !chunks.all.is_empty()
+        all == 0 && spare == 0
     }
 }
 
@@ -327,18 +366,40 @@ impl Chunk {
     fn meets(&self, id: FileId, pages: &Range<u32>) -> bool {
         self.id == id && self.pages.start < pages.end && pages.start < self.pages.end
     }
+
+    /// Leaves out these pages, some of its own, and what of it lies before them if it begins before them.
+    fn cut_off(&mut self, pages: &Range<u32>) {
+        if self.pages.start < pages.start {
+            self.pages.end = pages.start;
+        } else {
+            self.pages.start = pages.end.min(self.pages.end);
+        }
+        self.left = self.pages.len();
+    }
 }
 
 impl Chunks {
     /// Lets go of chunks that are not being read.
     fn let_go(&mut self, whether: impl Fn(&Chunk) -> bool) {
         let goes = |chunk: &mut Chunk| !matches!(chunk.state, State::Reading) && whether(chunk);
-        for chunk in self.all.extract_if(.., goes) {
-            if let State::Ready(filled) = chunk.state
-                && let Some(filled) = Arc::into_inner(filled)
-            {
-                self.spare.push(filled.buffer);
+        let gone: Vec<_> = self.all.extract_if(.., goes).collect();
+        for chunk in gone {
+            if let State::Ready(filled) = chunk.state {
+                self.recycle(filled);
             }
+        }
+    }
+
+    /// Keeps the buffer of a chunk for the next one, if nobody copies from it now.
+    fn recycle(&mut self, filled: Arc<Filled>) {
+        if let Some(filled) = Arc::into_inner(filled) {
+            self.spare(filled.buffer);
+        }
+    }
+
+    fn spare(&mut self, buffer: Aligned) {
+        if self.all.len() + self.spare.len() < CHUNKS_MAX {
+            self.spare.push(buffer);
         }
     }
 }
@@ -351,17 +412,20 @@ impl Jobs {
     }
 
     fn serve(self, tree: &Weak<Tree>) {
-        let mut is_tidy = true;
+        let (mut is_tidy, mut tidied) = (true, Instant::now());
         loop {
             let job = if is_tidy { self.0.recv().map_err(Into::into) } else { self.0.recv_timeout(PATIENCE) };
             let Some(tree) = tree.upgrade() else { return };
             match job {
                 Ok(job) => {
-                    tree.read_chunk(&job);
                     is_tidy = false;
+                    tree.read_chunk(&job);
                 }
-                Err(RecvTimeoutError::Timeout) => is_tidy = !tree.ahead.tidy(),
+                Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
+            }
+            if tidied.elapsed() >= PATIENCE {
+                (is_tidy, tidied) = (tree.ahead.tidy(), Instant::now());
             }
         }
     }
@@ -369,15 +433,15 @@ impl Jobs {
 
 impl Tree {
     fn read_chunk(&self, job: &Job) {
-        let Some((chunk, mut buffer)) = self.ahead.begin(job.number) else { return };
+        let Some((open, chunk, mut buffer)) = self.ahead.begin(job.number) else { return };
         let mut here = [false; CHUNK_PAGES as usize];
         let (pages, _) = buffer.bytes().as_chunks_mut();
         let mut found = here;
         let found = &mut found[..chunk.len()];
-        self.cache.find(job.open.node.id, chunk.start, found);
+        self.cache.find(open.node.id, chunk.start, found);
         let (first, rest_bytes) = (u64::from(chunk.start), job.size_bytes - u64::from(chunk.start) * PAGE);
         for run in missing(found) {
-            match self.read_run(&job.open, first, run.clone(), pages, rest_bytes) {
+            match self.read_run(&open, first, run.clone(), pages, rest_bytes) {
                 Ok(end) if end == run.end * PAGE as usize => here[run].fill(true),
                 // Whoever asks for it is told.
                 _ => break,
@@ -479,17 +543,16 @@ mod tests {
 
     /// Reads what is planned, as the thread does. Returns how many pages that were.
     fn read_all(ahead: &Ahead, jobs: &Jobs) -> usize {
-        let mut pages = 0;
-        while let Ok(job) = jobs.0.try_recv() {
-            let Some((chunk, mut buffer)) = ahead.begin(job.number) else { continue };
-            pages += chunk.len();
-            let mut here = [false; CHUNK_PAGES as usize];
-            here[..chunk.len()].fill(true);
-            let into = &mut buffer.bytes()[..chunk.len() * PAGE as usize];
-            File::from(job.open.fd.try_clone().unwrap()).read_exact_at(into, u64::from(chunk.start) * PAGE).unwrap();
-            ahead.end(job.number, buffer, here);
-        }
-        pages
+        jobs.0.try_iter().filter_map(|job| ahead.begin(job.number).map(|begun| read_chunk(ahead, &job, begun))).sum()
+    }
+
+    fn read_chunk(ahead: &Ahead, job: &Job, (open, chunk, mut buffer): (Arc<OpenFile>, Range<u32>, Aligned)) -> usize {
+        let mut here = [false; CHUNK_PAGES as usize];
+        here[..chunk.len()].fill(true);
+        let into = &mut buffer.bytes()[..chunk.len() * PAGE as usize];
+        File::from(open.fd.try_clone().unwrap()).read_exact_at(into, u64::from(chunk.start) * PAGE).unwrap();
+        ahead.end(job.number, buffer, here);
+        chunk.len()
     }
 
     /// How many of these pages were read ahead; they are what they should be.
@@ -510,7 +573,7 @@ mod tests {
         let (open, stamp) = open(dir.path(), 2000);
         let size_bytes = 2000 * PAGE;
         let (ahead, jobs) = Ahead::new();
-        let ask = |pages: Range<u32>| ahead.plan(&open, stamp, pages, size_bytes);
+        let ask = |pages: Range<u32>| ahead.plan(&open, stamp, pages, size_bytes).map_or(0, |planned| planned.len());
         ask(0..64);
         ask(64..128);
         assert_eq!(read_all(&ahead, &jobs), 64);
@@ -522,7 +585,7 @@ mod tests {
         // Written to, before it is read, and after.
         ask(128..192);
         ahead.void(open.node.id, 255..256);
-        assert_eq!(read_all(&ahead, &jobs), 64);
+        assert_eq!(read_all(&ahead, &jobs), 0);
         assert_eq!(taken(&ahead, &open, stamp, 192..256), 0);
         ask(192..256);
         ask(256..320);
@@ -534,9 +597,8 @@ mod tests {
         assert_eq!(taken(&ahead, &open, stamp, 300..320), 19, "that of the next chunk is none of this one's");
         assert_eq!(taken(&ahead, &open, stamp, 320..384), 0);
         assert!(open.run.lock().unwrap().in_vain.is_some());
-        ask(320..384);
-        ask(384..448);
-        assert_eq!(read_all(&ahead, &jobs), 0, "nothing more for now");
+        open.run.lock().unwrap().in_vain = Some(Instant::now());
+        assert_eq!(ask(320..384) + ask(384..448), 0, "nothing more for now");
 
         // Another version of the file.
         open.run.lock().unwrap().in_vain = None;
@@ -559,13 +621,51 @@ mod tests {
         let (ahead, jobs) = Ahead::new();
         ahead.plan(&open, stamp, 0..64, 500 * PAGE);
         ahead.plan(&open, stamp, 64..128, 500 * PAGE);
+        ahead.plan(&open, stamp, 128..192, 500 * PAGE);
+        assert_eq!(taken(&ahead, &open, stamp, 192..224), 0, "nobody waits for what is not begun");
+        let job = jobs.0.recv().unwrap();
+        let begun = ahead.begin(job.number).unwrap();
         thread::scope(|scope| {
             let asks = scope.spawn(|| taken(&ahead, &open, stamp, 128..192));
             thread::sleep(Duration::from_millis(50));
             assert!(!asks.is_finished());
-            assert_eq!(read_all(&ahead, &jobs), 64);
+            assert_eq!(read_chunk(&ahead, &job, begun), 64);
             assert_eq!(asks.join().unwrap(), 63);
         });
+        assert_eq!(read_all(&ahead, &jobs), 32, "but what was asked for");
+        assert_eq!(taken(&ahead, &open, stamp, 223..256), 32);
+
+        // Written to while somebody waits for it.
+        ahead.plan(&open, stamp, 192..256, 500 * PAGE);
+        let job = jobs.0.recv().unwrap();
+        let begun = ahead.begin(job.number).unwrap();
+        thread::scope(|scope| {
+            let asks = scope.spawn(|| taken(&ahead, &open, stamp, 256..300));
+            thread::sleep(Duration::from_millis(50));
+            ahead.void(open.node.id, 310..311);
+            assert_eq!(taken(&ahead, &open, stamp, 300..320), 0);
+            read_chunk(&ahead, &job, begun);
+            assert_eq!(asks.join().unwrap(), 0);
+        });
+    }
+
+    #[test]
+    fn nothing_is_read_ahead_of_who_is_slow_or_has_closed_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let (open, stamp) = open(dir.path(), 500);
+        let (ahead, jobs) = Ahead::new();
+        let ask = |pages: Range<u32>| ahead.plan(&open, stamp, pages, 2000 * PAGE).is_some();
+        let after = |time| open.run.lock().unwrap().wanted_at = Some(Instant::now() - time);
+        assert!(!ask(0..64) && ask(64..128));
+        after(SLOW);
+        assert!(!ask(128..192));
+        after(SLOW);
+        assert!(!ask(192..256));
+        after(Duration::ZERO);
+        assert!(ask(256..320));
+        ahead.close(&open);
+        assert!(ahead.lock().all.is_empty());
+        assert_eq!(read_all(&ahead, &jobs), 0);
     }
 
     #[test]
@@ -578,11 +678,13 @@ mod tests {
             ahead.plan(open, *stamp, number * 200 + 64..number * 200 + 128, 10_000 * PAGE);
         }
         assert_eq!(ahead.lock().all.len(), CHUNKS_MAX);
-        assert!(ahead.tidy(), "not yet");
+        ahead.lock().all.iter_mut().for_each(|chunk| chunk.since = Instant::now());
+        assert!(!ahead.tidy() && ahead.lock().all.len() == CHUNKS_MAX, "not yet");
         for chunk in &mut ahead.lock().all {
             chunk.since -= PATIENCE;
         }
         assert!(!ahead.tidy() && ahead.lock().all.is_empty() && ahead.lock().spare.is_empty());
+        assert!(ahead.tidy(), "nothing more");
         assert_eq!(read_all(&ahead, &jobs), 0, "given back before it was read");
     }
 }

@@ -167,13 +167,15 @@ impl Tree {
 
     /// Nothing that is kept of a file is what it has, or may not be.
     pub fn forget_pages(&self, id: FileId) {
-        self.cache.drop_file(id);
+        // In this order: who has taken something that was read ahead before is told by the cache that it may not be kept.
         self.ahead.void(id, 0..u64::MAX);
+        self.cache.drop_file(id);
     }
 
     pub fn close_file(&self, handle: FileHandle) {
-        let open = self.files.remove(handle).filter(|open| open.watched);
-        if let (Some(open), Some(watches)) = (open, &self.watches) {
+        let Some(open) = self.files.remove(handle) else { return };
+        self.ahead.close(&open);
+        if let Some(watches) = self.watches.as_ref().filter(|_| open.watched) {
             watches.end(&open.node);
         }
     }

@@ -4,8 +4,8 @@
 //!
 //! 1. look at the file: its stamp
 //! 2. `begin_read`: what was cached under another stamp goes; a token
-//! 3. `get` the pages that are cached
-//! 4. read the others below, in runs, over what lies between two of them: long ones of which nothing is in the page cache below directly, others
+//! 3. what comes after it is planned to be read ahead, if this goes in order (`ahead`); `get` the pages that are cached
+//! 4. take what was read ahead, and read the others below, in runs, over what lies between two of them: long ones of which nothing is in the page cache below directly, others
 //!    through that
 //! 5. answer
 //! 6. look at the file again: the same stamp, or what was read may be of two versions, and is not kept
@@ -134,7 +134,7 @@ impl Tree {
         let is_settled = self.exclusive || stamp_of(&stat).is_settled(now());
         let token = self.cache.begin_read(open.node.id, stamp, is_settled);
         if is_settled {
-            self.ahead.plan(open, stamp, first as u32..end as u32, size_bytes);
+            self.plan_ahead(open, stamp, first as u32..end as u32, size_bytes);
         }
         self.cache.get(worker, token, first as u32, pages, found);
         there.copy_from_slice(found);
@@ -165,7 +165,17 @@ impl Tree {
         self.keep(worker, token, first as u32, pages, if keeps { found } else { &[] });
     }
 
-    /// Reads below the pages that were not found; returns how many bytes of all are there now.
+    /// Has what comes next be read ahead.
+    fn plan_ahead(&self, open: &Arc<OpenFile>, stamp: Stamp, asked: Range<u32>, size_bytes: u64) {
+        if let Some(planned) = self.ahead.plan(open, stamp, asked, size_bytes)
+            && self.cache.is_written(open.node.id)
+        {
+            // Whoever writes there may have looked before it was planned, and what is read may be of before.
+            self.ahead.void(open.node.id, planned.start.into()..planned.end.into());
+        }
+    }
+
+    /// Reads below the pages that are not there; returns how many bytes of all are there now.
     fn read_missing(
         &self,
         worker: &mut Worker,
