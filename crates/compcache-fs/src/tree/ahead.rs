@@ -598,7 +598,7 @@ mod tests {
         assert_eq!(taken(&ahead, &open, stamp, 320..384), 0);
         assert!(open.run.lock().unwrap().in_vain.is_some());
         open.run.lock().unwrap().in_vain = Some(Instant::now());
-        assert_eq!(ask(320..384) + ask(384..448), 0, "nothing more for now");
+        assert_eq!(ask(320..384) + ask(384..448), 0, "read ahead although the file has just changed");
 
         // Another version of the file.
         open.run.lock().unwrap().in_vain = None;
