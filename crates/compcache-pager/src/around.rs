@@ -1,16 +1,19 @@
 //! Which staged pages go back together with one that is touched.
 //!
-//! Pages that are used lie together more often than not. When a second page of a block of sixteen is touched while they wait in staging, the rest
-//! of the block goes back with it, as far as it is staged beside it: one call, where each would have been a fault. One that is touched alone goes
-//! back alone: bringing what nobody uses has it leave once more. All of them are as hot as the one: else they would leave one by one the next time, and
-//! not lie side by side any more.
+//! Pages that are used lie together more often than not. Whoever goes through memory in order gets what comes next, as far as the window of its stream
+//! goes ([`crate::streams`]). Else, of the block of sixteen that a page is in, those beside it go back with it that are staged, at most as many as went
+//! back from there before: the first page of a block goes alone, and where all of a block is used a few faults bring it.
+//!
+//! What a stream brings is as hot as the page that was asked for: else the hand would take one of them and leave the other, and they would not lie side
+//! by side any more. The others keep the heat that they had: nobody asked for them, and in memory that is used here and there most of them are cold.
 //!
 //! # Source
-//! The kernel does so for pages of files (fault-around, `mm/memory.c`); the second page as the sign is ours.
+//! The kernel does so for pages of files (fault-around, `mm/memory.c`); the pages that went back before as the sign are ours.
 
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State};
 use crate::staging::{Frame, GROUP};
+use crate::streams::Window;
 use crate::table::{HEAT_MAX, Phase, Word};
 use core::ops::Range;
 use core::sync::atomic::Ordering::Relaxed;
@@ -18,11 +21,24 @@ use core::sync::atomic::Ordering::Relaxed;
 /// Pages of a block.
 const BLOCK: u64 = 16;
 
-/// Brings a page back from staging with those that go with it, if any do. False if it did not come.
-pub fn bring_back(pager: &Pager, channel: &Channel, state: &mut State, page: u64, word: Word) -> bool {
-    let pages = if word.phase() == Phase::Staged { around(state, page, word.payload()) } else { page..page + 1 };
+/// Pages that go back by one call, at most: they are copied under the lock, and the process grows by them until their frames are given back.
+const AT_ONCE: usize = 16;
+
+/// Brings a page back from staging with those that go with it, if any do; returns how many came that its stream will ask for, itself first.
+pub fn bring_back(
+    pager: &Pager,
+    channel: &Channel,
+    state: &mut State,
+    page: u64,
+    word: Word,
+    window: &Window,
+) -> Option<u32> {
+    let frame = Some(word.payload()).filter(|_| word.phase() == Phase::Staged)?;
+    let ahead = ahead(state, page, frame, window);
+    let is_stream = ahead.end - ahead.start > 1;
+    let pages = if is_stream { ahead } else { around(state, page, frame) };
     if pages.end - pages.start == 1 {
-        return false;
+        return None;
     }
     let first_frame = state.table.get(pages.start).payload();
     let source = state.staging.address(first_frame) as *const u8;
@@ -31,48 +47,57 @@ pub fn bring_back(pager: &Pager, channel: &Channel, state: &mut State, page: u64
     let (copied, _) = unsafe { channel.uffd.copy(pages.start as usize * PAGE, source, bytes) };
     let came = pages.start..pages.start + (copied / PAGE) as u64;
     state.grown_pages += came.end - came.start;
-    for page in came.clone() {
-        let heat = (state.table.get(page).heat() + 2).min(HEAT_MAX);
-        state.table.update(page, Word::new(Phase::Resident).with_heat(heat));
+    for near in came.clone() {
+        let heat = if is_stream || near == page { HEAT_MAX } else { state.table.get(near).heat() };
+        state.table.update(near, Word::new(Phase::Resident).with_heat(heat));
     }
-    if came.contains(&page)
-        && let Some(slot) = pager.slot()
-    {
+    if !came.contains(&page) {
+        return None;
+    }
+    if let Some(slot) = pager.slot() {
         slot.counters.refaults_staged.fetch_add(1, Relaxed);
     }
-    came.contains(&page)
+    Some(if is_stream { (came.end - came.start) as u32 } else { 1 })
 }
 
-/// The pages that go back with the one staged in `frame`, itself among them.
+/// Where a page that is staged beside another one is if it is staged beside it, too: in the same group, as far from it as its address.
+fn place_beside(page: u64, frame: Frame, near: u64) -> Option<usize> {
+    let place = (frame as usize % GROUP) as i64 + (near as i64 - page as i64);
+    usize::try_from(place).ok().filter(|&place| place < GROUP)
+}
+
+fn is_staged_beside(state: &State, page: u64, frame: Frame, near: u64) -> bool {
+    let word = state.table.get(near);
+    let beside = place_beside(page, frame, near).map(|place| frame - frame % GROUP as Frame + place as Frame);
+    word.phase() == Phase::Staged && beside == Some(word.payload()) && !state.must_stay(near as usize * PAGE)
+}
+
+/// The page staged in `frame` and what its stream will ask for next, as far as that is staged beside it.
+fn ahead(state: &State, page: u64, frame: Frame, window: &Window) -> Range<u64> {
+    let most = if window.step.abs() == 1 { (window.pages as usize).min(AT_ONCE) } else { 1 };
+    let nth = |ahead: usize| page.wrapping_add_signed(window.step * ahead as i64);
+    let more = (1..most).take_while(|&ahead| is_staged_beside(state, page, frame, nth(ahead))).count() as u64;
+    if window.step < 0 { page - more..page + 1 } else { page..page + more + 1 }
+}
+
+/// The page staged in `frame` and those of its block that go back with it.
 fn around(state: &State, page: u64, frame: Frame) -> Range<u64> {
     let group = &state.staging.groups[frame as usize / GROUP];
-    let place_of = |page_near: u64| {
-        let place = (frame as usize % GROUP) as i64 + (page_near as i64 - page as i64);
-        usize::try_from(place).ok().filter(|&place| place < GROUP)
-    };
-    let is_staged = |near: u64| {
-        let word = state.table.get(near);
-        let frame_of = place_of(near).map(|place| frame - frame % GROUP as Frame + place as Frame);
-        let is_beside = word.phase() == Phase::Staged && frame_of == Some(word.payload());
-        is_beside && !state.must_stay(near as usize * PAGE)
-    };
     let went_back = |near: u64| {
-        let was_there =
-            place_of(near).is_some_and(|place| group.present >> place & 1 == 1 && group.pages[place] == near);
+        let was_there = place_beside(page, frame, near)
+            .is_some_and(|place| group.present >> place & 1 == 1 && group.pages[place] == near);
         was_there && state.table.get(near).phase() == Phase::Resident
     };
-    block_of(page, is_staged, went_back)
+    block_of(page, |near| is_staged_beside(state, page, frame, near), went_back)
 }
 
 fn block_of(page: u64, is_staged: impl Fn(u64) -> bool, went_back: impl Fn(u64) -> bool) -> Range<u64> {
     let start = page / BLOCK * BLOCK;
     let block = start..start + BLOCK;
-    if !block.clone().any(|near| near != page && went_back(near)) {
-        return page..page + 1;
-    }
-    let first = page - (block.start..page).rev().take_while(|&near| is_staged(near)).count() as u64;
-    let last = page + (page + 1..block.end).take_while(|&near| is_staged(near)).count() as u64;
-    first..last + 1
+    let most = block.clone().filter(|&near| near != page && went_back(near)).count();
+    let behind = (page + 1..block.end).take(most).take_while(|&near| is_staged(near)).count();
+    let before = (block.start..page).rev().take(most - behind).take_while(|&near| is_staged(near)).count();
+    page - before as u64..page + 1 + behind as u64
 }
 
 #[cfg(test)]
@@ -80,10 +105,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_page_of_a_block_goes_back_alone_and_the_second_takes_what_lies_beside_it() {
+    fn the_first_page_of_a_block_goes_back_alone_and_others_take_as_many_as_went_before() {
         assert_eq!(block_of(37, |_| true, |_| false), 37..38);
-        assert_eq!(block_of(37, |near| near != 33, |near| near == 33), 34..48);
-        assert_eq!(block_of(37, |near| near != 47 && near != 36, |near| near == 47), 37..47);
+        assert_eq!(block_of(37, |_| true, |near| near == 33), 37..39);
+        assert_eq!(block_of(37, |near| near > 37, |near| (32..37).contains(&near)), 37..43);
+        assert_eq!(block_of(46, |near| near < 46, |near| near == 32 || near == 47), 44..47);
+        assert_eq!(block_of(40, |near| near > 34, |near| (32..35).contains(&near)), 40..44);
+        assert_eq!(block_of(45, |near| near > 38, |near| (32..39).contains(&near)), 40..48);
         // Another block's does not count.
         assert_eq!(block_of(37, |_| true, |near| near == 48 || near == 31), 37..38);
     }

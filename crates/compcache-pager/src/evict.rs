@@ -51,6 +51,10 @@ const REGION_BYTES_MIN: usize = 16 << 10;
 const STEPS_BETWEEN_LOOKS: u32 = 8;
 /// Objects moved by a step of compaction: some tens of microseconds.
 const COMPACTED_AT_ONCE: usize = 64;
+/// Pages that have come where nothing is registered, since the map was last read, that a process over its limit may have; one near it
+/// may have such a share of the limit of them. What is not registered cannot leave, so all else has to.
+const UNSEEN_PAGES: u64 = 16;
+const UNSEEN_SHARE: u64 = 16;
 /// How long the evictor waits for room in the pool before it looks again what is asked of it.
 const WAIT_FOR_SPILL_NS: u64 = 2_000_000;
 /// With less room than so small a share of what is resident a tree is full: a little more than the reserve of one that evicts.
@@ -80,6 +84,7 @@ pub struct Evictor {
     rests: bool,
     /// Times in a row that the map was still changing when it had been read: a mapping may be registered in part.
     unfinished: u32,
+    unseen: Unseen,
     /// The map was read just now, and nothing was in it that is not registered.
     has_all: bool,
     /// Set in a copy of a process that was paged: it must be again before its fork returns.
@@ -93,14 +98,29 @@ struct Files {
     statm: OwnedFd,
 }
 
+/// Growth that was not announced by faults, from look to look.
+#[derive(Default)]
+struct Unseen {
+    pages: u64,
+    /// At the last look fewer were found than were known of, by so many: they come with the next one, or were dropped.
+    missed: u64,
+}
+
+impl Unseen {
+    fn note(&mut self, found: u64, known: u64) {
+        self.pages += found.saturating_sub(known).saturating_sub(self.missed);
+        self.missed = known.saturating_sub(found);
+    }
+}
+
 /// What one look at the process and its tree showed.
 struct Look {
     /// Pages above (positive) or below the limit.
     over_pages: i64,
     /// Pages must leave, if only to make room for those that come.
     evicts: bool,
-    /// Pages resident beyond what was known to the pager: something grew that is not registered.
-    unknown_growth: u64,
+    /// So much has come that is not registered that the map should be read.
+    has_grown: bool,
     idle: bool,
 }
 
@@ -126,6 +146,7 @@ impl Evictor {
             waits: Waits::default(),
             rests: false,
             unfinished: 0,
+            unseen: Unseen::default(),
             has_all: false,
             recover: false,
             refused: false,
@@ -256,7 +277,7 @@ impl Evictor {
             if over && !armed && !self.arm(pager, channel) {
                 return NAP_MAX_NS;
             }
-            let has_more = over && look.unknown_growth > 16 || look.evicts && pager.exhausted.load(Acquire);
+            let has_more = look.evicts && (look.has_grown || pager.exhausted.load(Acquire));
             self.has_all = false;
             if armed && matches!(channel.way, Way::Remap) && !self.may_evict(pager) {
                 pager.exhausted.store(true, Release);
@@ -322,7 +343,7 @@ impl Evictor {
         let mut state = pager.state.lock();
         let ours = pager.ours_bytes(&state);
         let resident = anonymous.saturating_sub(ours / PAGE as u64);
-        let unknown_growth = resident.saturating_sub(state.estimate_pages());
+        self.unseen.note(resident, state.estimate_pages());
         state.resident_pages = resident;
         state.grown_pages = 0;
         state.now_s = (now_ns / 1_000_000_000) as u32 & 0xff_ffff;
@@ -347,7 +368,9 @@ impl Evictor {
         let limit = least_pages(pager.region, &totals).max((resident as i64 + headroom).max(0) as u64);
         state.limit_pages = limit.min(may_hold.unwrap_or(u64::MAX)).max(state.floor_pages(now_ns));
         let evicts = resident + state.reserve_pages() / 2 > state.limit_pages;
-        Some(Look { over_pages: resident as i64 - state.limit_pages as i64, evicts, unknown_growth, idle })
+        let over_pages = resident as i64 - state.limit_pages as i64;
+        let unseen_max = if over_pages > 0 { UNSEEN_PAGES } else { UNSEEN_PAGES.max(state.limit_pages / UNSEEN_SHARE) };
+        Some(Look { over_pages, evicts, has_grown: self.unseen.pages > unseen_max, idle })
     }
 
     /// Starts the handler and registers what there is.
@@ -470,6 +493,7 @@ impl Evictor {
     fn find_regions(&mut self, pager: &Pager, channel: &Channel) {
         let Some(files) = &self.files else { return };
         self.unfinished += 1;
+        self.unseen.pages = 0;
         for _ in 0..4 {
             let generation = pager.state.lock().generation;
             self.found.clear();

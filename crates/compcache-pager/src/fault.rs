@@ -366,7 +366,9 @@ impl Handler {
     /// The page was still on its way out: it is hot, and goes back. By copy: moving its frame back would interrupt the
     /// processor the evictor runs on, which takes ten times as long (docs/decisions/0006). The frame is garbage then.
     fn second_chance(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64, word: Word) -> Answer {
-        if around::bring_back(pager, channel, state, page, word) {
+        let (window, _) = self.window_of(page);
+        if let Some(came) = around::bring_back(pager, channel, state, page, word, &window) {
+            self.went_back(state, page, &window, came);
             return Answer::Done;
         }
         let source = state.staging.address(word.payload()) as *const u8;
@@ -374,7 +376,10 @@ impl Handler {
         let (_, error) = unsafe { channel.uffd.copy(page as usize * PAGE, source, PAGE) };
         match error {
             None => state.grown_pages += 1,
-            Some(Errno::EAGAIN) => return Answer::Again,
+            Some(Errno::EAGAIN) => {
+                self.unanswered = Some((page, window));
+                return Answer::Again;
+            }
             Some(Errno::EEXIST) => channel.uffd.wake(page as usize * PAGE, PAGE),
             Some(_) => {
                 // No such range any more: nobody can wait there for long.
@@ -382,11 +387,22 @@ impl Handler {
                 return Answer::Done;
             }
         }
-        state.table.update(page, Word::new(Phase::Resident).with_heat((word.heat() + 2).min(HEAT_MAX)));
+        state.table.update(page, Word::new(Phase::Resident).with_heat(HEAT_MAX));
+        self.went_back(state, page, &window, 1);
         if let Some(slot) = pager.slot() {
             slot.counters.refaults_staged.fetch_add(1, Relaxed);
         }
         Answer::Done
+    }
+
+    /// Of a fault's window so many pages went back, the one that was asked for first: its stream goes on behind what is there. They came from
+    /// no pool, and so are no hits of read-ahead.
+    fn went_back(&mut self, state: &State, page: u64, window: &Window, pages: u32) {
+        self.streams.brought(1);
+        if self.streams.goes_by_one() {
+            let at = page.wrapping_add_signed(window.step * i64::from(pages));
+            self.streams.expect(behind_present(state, at, window.step));
+        }
     }
 
     /// What the stream of a fault will ask for next, and whether the fault is new: one that could not be answered at once
@@ -602,7 +618,7 @@ impl Handler {
             let word = state.table.get(page);
             // Back sooner than everything resident could have been evicted: it belongs to the working set.
             let returns = left_since(state, word) < state.limit_pages;
-            let heat = if returns && page == run.asked { 2 } else { 0 };
+            let heat = if returns && page == run.asked { HEAT_MAX } else { 0 };
             // A copy in the spill file could not be compared without being read.
             let in_file = pager.spill.is_some() && pager.pool.is_on_backing(PageIndex(page));
             // Nor one in a group without decoding all of it.

@@ -416,6 +416,19 @@ fn hot_memory_stays_resident_beside_a_pool_that_has_grown() {
 }
 
 #[test]
+fn new_memory_takes_its_turn_to_leave() {
+    let _shared = beside_others();
+    for way in ways() {
+        let program = Program::new(trap_program("fills")).args(["6", "8", "12"]);
+        let outcome = program.paged(way, &Cap::resident_mib(12));
+        assert!(outcome.text().ends_with("right\n"), "{}", outcome.explain());
+        outcome.must_have_evicted();
+        // Where the new part does not leave, all else has to do without its room: up to 120 000.
+        assert!(outcome.stat("faults_stored") < 50_000, "{way:?}: {:#?}", outcome.stats);
+    }
+}
+
+#[test]
 fn memory_that_does_not_compress_is_neither_lost_nor_killed() {
     let _shared = beside_others();
     for way in ways() {
