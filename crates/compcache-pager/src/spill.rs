@@ -126,8 +126,6 @@ struct Order {
 struct Orders {
     orders: [Order; ORDERS],
     number: u64,
-    /// Buffers that have ever been used.
-    touched: usize,
 }
 
 /// What became of the attempt to read a page that is in the file.
@@ -155,6 +153,8 @@ pub struct Spill {
     path: Box<[u8]>,
     orders: Mutex<Orders>,
     buffers: [UnsafeCell<Fetcher>; ORDERS],
+    /// Memory of the buffers above and below that has ever been used.
+    touched_bytes: AtomicU64,
     /// The handler's, and each fetcher's; how many of those have theirs.
     batches: [UnsafeCell<Batch>; READERS],
     fetchers: AtomicUsize,
@@ -272,9 +272,7 @@ impl Spill {
         let flown = self.backing.flights() & ((1 << 40) - 1) > 0;
         // An image and the copies for it: docs/design/backing.md.
         let flight = if flown { self.files.segment_bytes * 21 / 10 } else { 0 };
-        let touched = self.orders.lock().touched;
-        let batches = if touched > 0 { READERS * Batch::BYTES } else { 0 };
-        flight + (touched * 3 * PAGE + batches) as u64
+        flight + self.touched_bytes.load(Relaxed)
     }
 
     /// Bytes of the file that are in use.
@@ -516,7 +514,9 @@ impl Spill {
     /// Reads what was taken, and says so.
     fn fetch(&self, batch: &mut Batch, taken: &[Option<Taken>; ORDERS]) {
         let begun_ns = clock_ns();
+        let mut untouched = batch.touched_bytes();
         let are_read = self.backing.fetch_batch(batch).is_ok();
+        let mut touched = batch.touched_bytes();
         if are_read && taken[0].is_some() {
             note_time(&self.device_ns, begun_ns);
         }
@@ -524,13 +524,16 @@ impl Spill {
         for Taken { place, record, .. } in taken.iter().flatten() {
             // SAFETY: the order is being read: this thread alone has its buffer.
             let buffer = unsafe { &mut *self.buffers[*place].get() };
+            untouched += buffer.touched_bytes();
             let is_read = match are_read {
                 true => batch.hand_to(*record, buffer),
                 // If one of them cannot be read, others can.
                 false => self.backing.fetch(*record, buffer).is_ok(),
             };
+            touched += buffer.touched_bytes();
             progress[*place] = if is_read { Progress::Ready } else { Progress::Failed };
         }
+        self.touched_bytes.fetch_add((touched - untouched) as u64, Relaxed);
         let mut orders = self.orders.lock();
         for place in taken.iter().flatten().map(|taken| taken.place) {
             orders.orders[place].progress = progress[place];
@@ -561,7 +564,6 @@ impl Spill {
         let Some(place) = free.or_else(unused) else { return false };
         orders.number += 1;
         let number = orders.number;
-        orders.touched = orders.touched.max(place + 1);
         let asked_ns = is_asked.then(clock_ns);
         orders.orders[place] = Order { progress: Progress::Wanted, page, record: Some(record), number, asked_ns };
         true
@@ -688,7 +690,8 @@ impl SpillParts {
             backing: self.backing,
             files: self.files,
             path: self.path,
-            orders: Mutex::new(Orders { orders: [order; ORDERS], number: 0, touched: 0 }),
+            orders: Mutex::new(Orders { orders: [order; ORDERS], number: 0 }),
+            touched_bytes: AtomicU64::new(0),
             buffers: buffers.map(|buffer| UnsafeCell::new(buffer.expect("made above"))),
             batches: batches.map(|batch| UnsafeCell::new(batch.expect("made above"))),
             fetchers: AtomicUsize::new(0),

@@ -342,14 +342,18 @@ impl Backing {
     /// What the medium said; of which record, it does not say.
     pub fn fetch_batch(&self, batch: &mut Batch) -> Result<(), MediumError> {
         let Some((_, blocks)) = &batch.holds else { return Ok(()) };
-        self.medium.read_at(blocks.start, &mut batch.buffer[..(blocks.end - blocks.start) as usize])
+        let bytes = (blocks.end - blocks.start) as usize;
+        batch.touched = batch.touched.max(bytes);
+        self.medium.read_at(blocks.start, &mut batch.buffer[..bytes])
     }
 
     /// Reads the blocks of a record; waits for the medium. Whether they are the record's is seen by [`Backing::open`].
     pub(crate) fn read(&self, sealed: Sealed, fetcher: &mut Fetcher) -> Result<(), MediumError> {
         fetcher.holds = None;
         let (blocks, _) = covering(sealed);
-        let into = &mut fetcher.buffer[..(blocks.end - blocks.start) as usize];
+        let bytes = (blocks.end - blocks.start) as usize;
+        fetcher.touched = fetcher.touched.max(bytes);
+        let into = &mut fetcher.buffer[..bytes];
         self.medium.read_at(blocks.start, into).inspect_err(|_| _ = self.counts.failed_reads.fetch_add(1, Relaxed))
     }
 
@@ -398,6 +402,7 @@ pub struct Fetcher {
     buffer: Buffer,
     /// What [`Backing::fetch`] has read, until it is opened.
     pub(crate) holds: Option<Sealed>,
+    touched: usize,
 }
 
 impl Fetcher {
@@ -406,12 +411,18 @@ impl Fetcher {
     /// # Errors
     /// [`StoreError::MemoryRefused`].
     pub fn new() -> Result<Fetcher, StoreError> {
-        Ok(Fetcher { buffer: Buffer::new(READ_BYTES_MAX)?, holds: None })
+        Ok(Fetcher { buffer: Buffer::new(READ_BYTES_MAX)?, holds: None, touched: 0 })
     }
 
     /// Has its memory be there from now on: who reads may be one that memory waits for.
     pub fn prefault(&mut self) {
         self.buffer.fill(0);
+        self.touched = READ_BYTES_MAX;
+    }
+
+    /// How much of its memory is there: as much as was ever read.
+    pub fn touched_bytes(&self) -> usize {
+        self.touched
     }
 
     /// Whether it holds this, read and not opened yet.
@@ -430,6 +441,7 @@ pub struct Batch {
     buffer: Buffer,
     /// The segment, and the blocks in the backing, of the records that were added.
     holds: Option<(u32, core::ops::Range<u64>)>,
+    touched: usize,
 }
 
 impl Batch {
@@ -441,12 +453,17 @@ impl Batch {
     /// # Errors
     /// [`StoreError::MemoryRefused`].
     pub fn new() -> Result<Batch, StoreError> {
-        Ok(Batch { buffer: Buffer::new(Batch::BYTES)?, holds: None })
+        Ok(Batch { buffer: Buffer::new(Batch::BYTES)?, holds: None, touched: 0 })
     }
 
     /// Makes it empty.
     pub fn clear(&mut self) {
         self.holds = None;
+    }
+
+    /// How much of its memory is there: as much as was ever read with one access.
+    pub fn touched_bytes(&self) -> usize {
+        self.touched
     }
 
     /// Gives a fetcher what was read of a record, as if it had fetched it. False if it was not added.
@@ -456,6 +473,7 @@ impl Batch {
         let read = from.and_then(|from| self.buffer.get(from as usize..)?.get(..(blocks.end - blocks.start) as usize));
         fetcher.holds = read.is_some().then_some(record.0);
         if let Some(read) = read {
+            fetcher.touched = fetcher.touched.max(read.len());
             fetcher.buffer[..read.len()].copy_from_slice(read);
         }
         read.is_some()
