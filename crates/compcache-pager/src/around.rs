@@ -1,8 +1,8 @@
 //! Which staged pages go back together with one that is touched.
 //!
 //! Pages that are used lie together more often than not. Whoever goes through memory in order gets what comes next, as far as the window of its stream
-//! goes ([`crate::streams`]). Else, of the block of sixteen that a page is in, those beside it go back with it that are staged, at most as many as went
-//! back from there before: the first page of a block goes alone, and where all of a block is used a few faults bring it.
+//! goes ([`crate::streams`]), sixteen pages at most, of one group. Else, of the block of sixteen that a page is in, those beside it go back with it that are
+//! staged, at most as many as were touched there before: the first page of a block goes alone, and where all of a block is used a few faults bring it.
 //!
 //! What a stream brings is as hot as the page that was asked for: else the hand would take one of them and leave the other, and they would not lie side
 //! by side any more. The others keep the heat that they had: nobody asked for them, and in memory that is used here and there most of them are cold.
@@ -24,7 +24,8 @@ const BLOCK: u64 = 16;
 /// Pages that go back by one call, at most: they are copied under the lock, and the process grows by them until their frames are given back.
 const AT_ONCE: usize = 16;
 
-/// Brings a page back from staging with those that go with it, if any do; returns how many came that its stream will ask for, itself first.
+/// Brings a page back from staging with those that go with it, if any do; returns how many came that its stream will ask for, itself first. `None`: it did
+/// not come, though others may have, and is to be brought by itself.
 pub fn bring_back(
     pager: &Pager,
     channel: &Channel,
@@ -34,7 +35,7 @@ pub fn bring_back(
     window: &Window,
 ) -> Option<u32> {
     let frame = Some(word.payload()).filter(|_| word.phase() == Phase::Staged)?;
-    let ahead = ahead(state, page, frame, window);
+    let ahead = ahead_of(page, window, |near| is_staged_beside(state, page, frame, near));
     let is_stream = ahead.end - ahead.start > 1;
     let pages = if is_stream { ahead } else { around(state, page, frame) };
     if pages.end - pages.start == 1 {
@@ -72,29 +73,31 @@ fn is_staged_beside(state: &State, page: u64, frame: Frame, near: u64) -> bool {
     word.phase() == Phase::Staged && beside == Some(word.payload()) && !state.must_stay(near as usize * PAGE)
 }
 
-/// The page staged in `frame` and what its stream will ask for next, as far as that is staged beside it.
-fn ahead(state: &State, page: u64, frame: Frame, window: &Window) -> Range<u64> {
+/// A page and what its stream will ask for next, as far as that is staged beside it.
+fn ahead_of(page: u64, window: &Window, is_staged: impl Fn(u64) -> bool) -> Range<u64> {
     let most = if window.step.abs() == 1 { (window.pages as usize).min(AT_ONCE) } else { 1 };
     let nth = |ahead: usize| page.wrapping_add_signed(window.step * ahead as i64);
-    let more = (1..most).take_while(|&ahead| is_staged_beside(state, page, frame, nth(ahead))).count() as u64;
+    let more = (1..most).take_while(|&ahead| is_staged(nth(ahead))).count() as u64;
     if window.step < 0 { page - more..page + 1 } else { page..page + more + 1 }
 }
 
 /// The page staged in `frame` and those of its block that go back with it.
 fn around(state: &State, page: u64, frame: Frame) -> Range<u64> {
     let group = &state.staging.groups[frame as usize / GROUP];
-    let went_back = |near: u64| {
+    let was_touched = |near: u64| {
         let was_there = place_beside(page, frame, near)
             .is_some_and(|place| group.present >> place & 1 == 1 && group.pages[place] == near);
-        was_there && state.table.get(near).phase() == Phase::Resident
+        let word = state.table.get(near);
+        // What came along without being asked for, or was dropped, is cold.
+        was_there && word.phase() == Phase::Resident && word.heat() > 0
     };
-    block_of(page, |near| is_staged_beside(state, page, frame, near), went_back)
+    block_of(page, |near| is_staged_beside(state, page, frame, near), was_touched)
 }
 
-fn block_of(page: u64, is_staged: impl Fn(u64) -> bool, went_back: impl Fn(u64) -> bool) -> Range<u64> {
+fn block_of(page: u64, is_staged: impl Fn(u64) -> bool, was_touched: impl Fn(u64) -> bool) -> Range<u64> {
     let start = page / BLOCK * BLOCK;
     let block = start..start + BLOCK;
-    let most = block.clone().filter(|&near| near != page && went_back(near)).count();
+    let most = block.clone().filter(|&near| near != page && was_touched(near)).count();
     let behind = (page + 1..block.end).take(most).take_while(|&near| is_staged(near)).count();
     let before = (block.start..page).rev().take(most - behind).take_while(|&near| is_staged(near)).count();
     page - before as u64..page + 1 + behind as u64
@@ -105,7 +108,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_page_of_a_block_goes_back_alone_and_others_take_as_many_as_went_before() {
+    fn a_stream_brings_what_it_will_ask_for_upwards_and_downwards() {
+        let window = |step, pages| Window { step, pages, hits: 0 };
+        let ahead = |step, pages| ahead_of(40, &window(step, pages), |near| (30..50).contains(&near) && near != 44);
+        assert_eq!([ahead(1, 1), ahead(1, 3), ahead(1, 64)], [40..41, 40..43, 40..44]);
+        assert_eq!([ahead(-1, 1), ahead(-1, 4), ahead(-1, 64)], [40..41, 37..41, 30..41]);
+        assert_eq!([ahead(2, 8), ahead(-3, 8)], [40..41, 40..41]);
+        let all = |step| ahead_of(40, &window(step, 64), |_| true);
+        assert_eq!([all(1), all(-1)], [40..56, 25..41]);
+    }
+
+    #[test]
+    fn who_lies_beside_is_in_the_same_group_as_far_away_as_its_address() {
+        let frame = 3 * GROUP as Frame + 5;
+        assert_eq!(
+            [100, 104, 95, 158].map(|near| place_beside(100, frame, near)),
+            [Some(5), Some(9), Some(0), Some(63)]
+        );
+        assert_eq!([94, 159].map(|near| place_beside(100, frame, near)), [None, None]);
+    }
+
+    #[test]
+    fn the_first_page_of_a_block_goes_back_alone_and_others_take_as_many_as_were_touched_before() {
         assert_eq!(block_of(37, |_| true, |_| false), 37..38);
         assert_eq!(block_of(37, |_| true, |near| near == 33), 37..39);
         assert_eq!(block_of(37, |near| near > 37, |near| (32..37).contains(&near)), 37..43);

@@ -27,6 +27,7 @@ use crate::retire;
 use crate::shared::{Counters, Region, Totals};
 use crate::staging::{GROUP, GROUPS_MAX, GROUPS_MIN, SHARE, Staging};
 use crate::sys::{self, Errno};
+use crate::unseen::Unseen;
 use crate::waits::{Seen, Waits};
 use alloc::boxed::Box;
 use compcache_store::Worker;
@@ -51,10 +52,6 @@ const REGION_BYTES_MIN: usize = 16 << 10;
 const STEPS_BETWEEN_LOOKS: u32 = 8;
 /// Objects moved by a step of compaction: some tens of microseconds.
 const COMPACTED_AT_ONCE: usize = 64;
-/// Pages that have come where nothing is registered, since the map was last read, that a process over its limit may have; one near it
-/// may have such a share of the limit of them. What is not registered cannot leave, so all else has to.
-const UNSEEN_PAGES: u64 = 16;
-const UNSEEN_SHARE: u64 = 16;
 /// How long the evictor waits for room in the pool before it looks again what is asked of it.
 const WAIT_FOR_SPILL_NS: u64 = 2_000_000;
 /// With less room than so small a share of what is resident a tree is full: a little more than the reserve of one that evicts.
@@ -96,21 +93,6 @@ pub struct Evictor {
 struct Files {
     maps: OwnedFd,
     statm: OwnedFd,
-}
-
-/// Growth that was not announced by faults, from look to look.
-#[derive(Default)]
-struct Unseen {
-    pages: u64,
-    /// At the last look fewer were found than were known of, by so many: they come with the next one, or were dropped.
-    missed: u64,
-}
-
-impl Unseen {
-    fn note(&mut self, found: u64, known: u64) {
-        self.pages += found.saturating_sub(known).saturating_sub(self.missed);
-        self.missed = known.saturating_sub(found);
-    }
 }
 
 /// What one look at the process and its tree showed.
@@ -157,6 +139,7 @@ impl Evictor {
     pub fn reset(&mut self) {
         core::mem::forget(self.files.take());
         self.hand.reset();
+        self.unseen.begin_copy();
         if let Some(cold) = &mut self.cold {
             cold.reset();
         }
@@ -343,7 +326,7 @@ impl Evictor {
         let mut state = pager.state.lock();
         let ours = pager.ours_bytes(&state);
         let resident = anonymous.saturating_sub(ours / PAGE as u64);
-        self.unseen.note(resident, state.estimate_pages());
+        self.unseen.note(resident, state.estimate_pages(), state.grown_pages);
         state.resident_pages = resident;
         state.grown_pages = 0;
         state.now_s = (now_ns / 1_000_000_000) as u32 & 0xff_ffff;
@@ -369,8 +352,8 @@ impl Evictor {
         state.limit_pages = limit.min(may_hold.unwrap_or(u64::MAX)).max(state.floor_pages(now_ns));
         let evicts = resident + state.reserve_pages() / 2 > state.limit_pages;
         let over_pages = resident as i64 - state.limit_pages as i64;
-        let unseen_max = if over_pages > 0 { UNSEEN_PAGES } else { UNSEEN_PAGES.max(state.limit_pages / UNSEEN_SHARE) };
-        Some(Look { over_pages, evicts, has_grown: self.unseen.pages > unseen_max, idle })
+        let has_grown = self.unseen.is_much(state.unmapped_pages, state.limit_pages, over_pages > 0, now_ns);
+        Some(Look { over_pages, evicts, has_grown, idle })
     }
 
     /// Starts the handler and registers what there is.
@@ -492,8 +475,8 @@ impl Evictor {
     /// part, which the program cannot move as a whole: then the next look goes on.
     fn find_regions(&mut self, pager: &Pager, channel: &Channel) {
         let Some(files) = &self.files else { return };
+        let begun_ns = clock_ns();
         self.unfinished += 1;
-        self.unseen.pages = 0;
         for _ in 0..4 {
             let generation = pager.state.lock().generation;
             self.found.clear();
@@ -522,6 +505,7 @@ impl Evictor {
             });
             let mut state = pager.state.lock();
             if pager.frozen.load(Acquire) {
+                self.unfinished -= 1;
                 return;
             }
             if state.generation != generation || !pager.is_settled(&state) {
@@ -533,7 +517,8 @@ impl Evictor {
                 register(channel, &state, range, fresh);
             }
             if fresh.len() == 0 {
-                (self.unfinished, self.has_all) = (0, true);
+                (self.unfinished, self.has_all, state.unmapped_pages) = (0, true, 0);
+                self.unseen.was_read(begun_ns, clock_ns());
                 return;
             }
             maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {

@@ -62,6 +62,8 @@ pub struct Handler {
     /// Messages read without the lock: [`crate::remap`].
     early: Box<Early>,
     streams: Streams,
+    /// Of faults in staging. Apart: where pages are touched here and there, those would push out the streams of all others.
+    streams_back: Streams,
     /// A fault that must be answered anew, and what was decided for it.
     unanswered: Option<(u64, Window)>,
     /// As above, for faults that come again when their pages have been read from the spill file.
@@ -95,6 +97,7 @@ impl Handler {
             // SAFETY: messages of plain numbers are valid when zero.
             early: unsafe { boxed_zeroed() },
             streams: Streams::default(),
+            streams_back: Streams::default(),
             unanswered: None,
             awaited: [None; AWAITED],
             awaited_next: 0,
@@ -366,9 +369,9 @@ impl Handler {
     /// The page was still on its way out: it is hot, and goes back. By copy: moving its frame back would interrupt the
     /// processor the evictor runs on, which takes ten times as long (docs/decisions/0006). The frame is garbage then.
     fn second_chance(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64, word: Word) -> Answer {
-        let (window, _) = self.window_of(page);
+        let window = self.streams_back.fault(page);
         if let Some(came) = around::bring_back(pager, channel, state, page, word, &window) {
-            self.went_back(state, page, &window, came);
+            self.streams_back.brought(came);
             return Answer::Done;
         }
         let source = state.staging.address(word.payload()) as *const u8;
@@ -376,10 +379,7 @@ impl Handler {
         let (_, error) = unsafe { channel.uffd.copy(page as usize * PAGE, source, PAGE) };
         match error {
             None => state.grown_pages += 1,
-            Some(Errno::EAGAIN) => {
-                self.unanswered = Some((page, window));
-                return Answer::Again;
-            }
+            Some(Errno::EAGAIN) => return Answer::Again,
             Some(Errno::EEXIST) => channel.uffd.wake(page as usize * PAGE, PAGE),
             Some(_) => {
                 // No such range any more: nobody can wait there for long.
@@ -388,21 +388,10 @@ impl Handler {
             }
         }
         state.table.update(page, Word::new(Phase::Resident).with_heat(HEAT_MAX));
-        self.went_back(state, page, &window, 1);
         if let Some(slot) = pager.slot() {
             slot.counters.refaults_staged.fetch_add(1, Relaxed);
         }
         Answer::Done
-    }
-
-    /// Of a fault's window so many pages went back, the one that was asked for first: its stream goes on behind what is there. They came from
-    /// no pool, and so are no hits of read-ahead.
-    fn went_back(&mut self, state: &State, page: u64, window: &Window, pages: u32) {
-        self.streams.brought(1);
-        if self.streams.goes_by_one() {
-            let at = page.wrapping_add_signed(window.step * i64::from(pages));
-            self.streams.expect(behind_present(state, at, window.step));
-        }
     }
 
     /// What the stream of a fault will ask for next, and whether the fault is new: one that could not be answered at once
@@ -746,7 +735,7 @@ impl Handler {
         // SAFETY: both buffers are ours and present.
         let (_, error) = unsafe { channel.uffd.copy(page as usize * PAGE, from.cast(), PAGE) };
         match error {
-            None => {}
+            None => state.grown_pages += 1,
             Some(Errno::EAGAIN) => return Answer::Again,
             Some(_) => channel.uffd.wake(page as usize * PAGE, PAGE),
         }

@@ -87,6 +87,7 @@ mod sys;
 mod table;
 #[allow(unsafe_code, reason = "makes system calls")]
 mod uffd;
+mod unseen;
 mod waits;
 
 pub use process::abort;

@@ -514,9 +514,9 @@ impl Spill {
     /// Reads what was taken, and says so.
     fn fetch(&self, batch: &mut Batch, taken: &[Option<Taken>; ORDERS]) {
         let begun_ns = clock_ns();
-        let mut untouched = batch.touched_bytes();
+        let mut before = batch.touched_bytes();
         let are_read = self.backing.fetch_batch(batch).is_ok();
-        let mut touched = batch.touched_bytes();
+        let mut after = batch.touched_bytes();
         if are_read && taken[0].is_some() {
             note_time(&self.device_ns, begun_ns);
         }
@@ -524,16 +524,16 @@ impl Spill {
         for Taken { place, record, .. } in taken.iter().flatten() {
             // SAFETY: the order is being read: this thread alone has its buffer.
             let buffer = unsafe { &mut *self.buffers[*place].get() };
-            untouched += buffer.touched_bytes();
+            before += buffer.touched_bytes();
             let is_read = match are_read {
                 true => batch.hand_to(*record, buffer),
                 // If one of them cannot be read, others can.
                 false => self.backing.fetch(*record, buffer).is_ok(),
             };
-            touched += buffer.touched_bytes();
+            after += buffer.touched_bytes();
             progress[*place] = if is_read { Progress::Ready } else { Progress::Failed };
         }
-        self.touched_bytes.fetch_add((touched - untouched) as u64, Relaxed);
+        self.touched_bytes.fetch_add((after - before) as u64, Relaxed);
         let mut orders = self.orders.lock();
         for place in taken.iter().flatten().map(|taken| taken.place) {
             orders.orders[place].progress = progress[place];

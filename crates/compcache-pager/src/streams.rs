@@ -97,11 +97,6 @@ impl Streams {
         stream.next = (stream.last as i64 + stream.step * i64::from(stream.brought)) as u64;
     }
 
-    /// Whether the stream of the last fault is known to go from page to page, up or down.
-    pub fn goes_by_one(&self) -> bool {
-        self.streams[self.current].step.abs() == 1
-    }
-
     /// The stream will come through pages that are there without a fault, and is expected behind them, at `page`.
     pub fn expect(&mut self, page: u64) {
         self.streams[self.current].next = page;

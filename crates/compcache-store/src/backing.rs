@@ -402,6 +402,7 @@ pub struct Fetcher {
     buffer: Buffer,
     /// What [`Backing::fetch`] has read, until it is opened.
     pub(crate) holds: Option<Sealed>,
+    /// The most that was ever read into it.
     touched: usize,
 }
 
@@ -420,7 +421,7 @@ impl Fetcher {
         self.touched = READ_BYTES_MAX;
     }
 
-    /// How much of its memory is there: as much as was ever read.
+    /// How much of its memory is there: as much as was ever read into it, bytes.
     pub fn touched_bytes(&self) -> usize {
         self.touched
     }
@@ -441,6 +442,7 @@ pub struct Batch {
     buffer: Buffer,
     /// The segment, and the blocks in the backing, of the records that were added.
     holds: Option<(u32, core::ops::Range<u64>)>,
+    /// The most that was ever read into it.
     touched: usize,
 }
 
@@ -461,7 +463,7 @@ impl Batch {
         self.holds = None;
     }
 
-    /// How much of its memory is there: as much as was ever read with one access.
+    /// How much of its memory is there: as much as was ever read into it, bytes.
     pub fn touched_bytes(&self) -> usize {
         self.touched
     }

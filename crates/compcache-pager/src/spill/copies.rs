@@ -172,6 +172,12 @@ impl Spill {
             self.holds.free_after_fork();
         }
         self.files.forget_all();
+        // Some may have been used just now, and not counted yet.
+        // SAFETY: there is no other thread.
+        let buffers = self.buffers.iter().map(|buffer| unsafe { &*buffer.get() }.touched_bytes()).sum::<usize>();
+        // SAFETY: as above.
+        let batches = self.batches.iter().map(|batch| unsafe { &*batch.get() }.touched_bytes()).sum::<usize>();
+        self.touched_bytes.store((buffers + batches) as u64, Relaxed);
         self.orders.lock().orders.iter_mut().for_each(|order| order.progress = Progress::Free);
         // The parent's descriptors. The page that is mapped stays: that is what the parent waits for.
         self.holds.lock().iter_mut().for_each(|hold| core::mem::forget(hold.take()));

@@ -273,7 +273,8 @@ fn must_notice_a_planted_byte(name: &'static str, arguments: &[&str]) {
 #[test]
 fn every_trap_notices_a_planted_wrong_byte() {
     let _shared = beside_others();
-    let measured: &[(&str, &[&str])] = &[("holds", &["4", "0"]), ("grows", &["4", "0", "256"]), ("twins", &["4"])];
+    let measured: &[(&str, &[&str])] =
+        &[("holds", &["4", "0"]), ("grows", &["4", "0", "256"]), ("twins", &["4"]), ("fills", &["1", "1", "1"])];
     let left = Mutex::new(TRAPS.iter().chain(measured));
     let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
     // Most of them wait most of the time.

@@ -27,7 +27,7 @@ int main(int argc, char **argv)
 	size_t new_pages = strtoul(argv[3], NULL, 10) * MIB / PAGE;
 	unsigned char *hot = filled(HOT_TAG, hot_pages);
 	unsigned char *cold = filled(COLD_TAG, cold_pages);
-	if (getenv("TRAP_PLANT")) cold[cold_pages / 2 * PAGE] ^= 1;
+	if (getenv("TRAP_PLANT")) cold[(cold_pages - 1) / 2 * PAGE] ^= 1;
 	uint64_t step = 0;
 	/* Until all of it is back. */
 	for (size_t i = 0; i < hot_pages * 16; i++) {
