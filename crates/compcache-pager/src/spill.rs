@@ -25,6 +25,7 @@
 //! Lock order: below the state's; `files`, `orders` and `inline` are not held together, nor over anything but a system call.
 
 mod copies;
+mod device_time;
 mod files;
 
 use crate::lock::{self, Mutex};
@@ -45,6 +46,7 @@ use copies::Hold;
 use core::cell::UnsafeCell;
 use core::ffi::{CStr, c_void};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use device_time::DeviceTime;
 use files::{PartFiles, PartMedium, unnamed_file};
 use rustix::io::Errno;
 
@@ -170,7 +172,7 @@ pub struct Spill {
     share: AtomicU64,
     reuse: Reuse,
     /// What a read takes, lately: of the device, and until who waits for it has its page.
-    device_ns: AtomicU64,
+    device: DeviceTime,
     read_ns: AtomicU64,
     /// Pages written when the age last advanced.
     aged_at: AtomicU64,
@@ -303,7 +305,7 @@ impl Spill {
             pool_pages: stats.pages_stored().saturating_sub(stats.same_pages + stats.bd_count),
             same_pages: stats.same_pages,
             file_pages: stats.bd_count,
-            device_ns: self.device_ns.load(Relaxed),
+            device_ns: self.device.ns(),
             read_ns: self.read_ns.load(Relaxed),
         };
         // With a limit of its own what is resident would not grow by what the pool had less.
@@ -518,7 +520,7 @@ impl Spill {
         let are_read = self.backing.fetch_batch(batch).is_ok();
         let mut after = batch.touched_bytes();
         if are_read && taken[0].is_some() {
-            note_time(&self.device_ns, begun_ns);
+            self.device.note(clock_ns() - begun_ns);
         }
         let mut progress = [Progress::Free; ORDERS];
         for Taken { place, record, .. } in taken.iter().flatten() {
@@ -571,7 +573,7 @@ impl Spill {
 
     /// Whether a read takes so little that others may wait for the handler meanwhile.
     pub fn is_fast(&self) -> bool {
-        self.device_ns.load(Relaxed) < FAST_NS
+        self.device.ns() < FAST_NS
     }
 
     /// Reads what was ordered for a page, and what lies near it. False if a fetcher is at it, or has read it just now: it wakes who
@@ -703,7 +705,7 @@ impl SpillParts {
             is_failing: AtomicBool::new(false),
             share: AtomicU64::new(SHARE_FIRST),
             reuse: Reuse::new(),
-            device_ns: AtomicU64::new(READ_NS_FIRST),
+            device: DeviceTime::new(READ_NS_FIRST),
             read_ns: AtomicU64::new(READ_NS_FIRST),
             aged_at: AtomicU64::new(0),
             holds: Mutex::new([const { None }; HOLDS]),
