@@ -327,7 +327,6 @@ pub fn apply(pager: &Pager, channel: &Channel, state: &mut State, event: Message
 pub fn forget_range(pager: &Pager, state: &mut State, range: Range<usize>) {
     forget_contents(pager, state, range.clone());
     state.let_go(range.clone());
-    state.unmapped_pages += (state.regions.bytes_in(&range) / PAGE) as u64;
     state.regions.remove(range);
     state.generation += 1;
 }

@@ -352,7 +352,7 @@ impl Evictor {
         state.limit_pages = limit.min(may_hold.unwrap_or(u64::MAX)).max(state.floor_pages(now_ns));
         let evicts = resident + state.reserve_pages() / 2 > state.limit_pages;
         let over_pages = resident as i64 - state.limit_pages as i64;
-        let has_grown = self.unseen.is_much(state.unmapped_pages, state.limit_pages, over_pages > 0, now_ns);
+        let has_grown = self.unseen.is_much(state.limit_pages, over_pages > 0, now_ns);
         Some(Look { over_pages, evicts, has_grown, idle })
     }
 
@@ -517,7 +517,7 @@ impl Evictor {
                 register(channel, &state, range, fresh);
             }
             if fresh.len() == 0 {
-                (self.unfinished, self.has_all, state.unmapped_pages) = (0, true, 0);
+                (self.unfinished, self.has_all) = (0, true);
                 self.unseen.was_read(begun_ns, clock_ns());
                 return;
             }

@@ -104,8 +104,6 @@ pub struct State {
     pub(crate) now_s: u32,
     /// Events whose order is not known yet: while there are any, nobody decides anything.
     pub(crate) pending: EventLog<PENDING_EVENTS>,
-    /// Registered pages that were unmapped since the map was last read, there or not.
-    pub(crate) unmapped_pages: u64,
     /// The program moves memory: if it has several threads, what is registered is asked before anything leaves.
     pub(crate) doubt: bool,
     /// Things being done outside the lock that a copy of the process must not catch half-way: groups being compressed or

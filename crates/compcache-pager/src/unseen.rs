@@ -3,14 +3,10 @@
 //! What is not registered cannot leave, and all else has to make room for it; so when there is much of it the map is read. A look at the process tells
 //! how many pages it has, and the pager knows of how many; but what it knows is early or late by what is on its way just then, at many looks a second.
 //! So a page that was known of and not found yet is not taken for new when it is found, nor one that is known of a look after it was found.
-//!
-//! Registered memory that is unmapped hides as much that is new, since it is not told how much of it was there; a quarter of it counts.
 
 /// A process over its limit may have so many pages, since the map was last read; one near it such a share of the limit, if that is more.
 const MOST_PAGES: u64 = 16;
 const MOST_SHARE: u64 = 16;
-/// The share of what was unmapped that counts.
-const UNMAPPED_SHARE: u64 = 4;
 /// Reading the map may take such a share of the time, whatever grows: much that can never be registered would have it read again and again.
 const READING_SHARE: u64 = 16;
 
@@ -46,10 +42,10 @@ impl Unseen {
         (self.added, self.missed) = (0, u64::MAX);
     }
 
-    /// Whether the map should be read, with so many registered pages unmapped since it last was.
-    pub fn is_much(&self, unmapped: u64, limit_pages: u64, is_over: bool, now_ns: u64) -> bool {
+    /// Whether the map should be read.
+    pub fn is_much(&self, limit_pages: u64, is_over: bool, now_ns: u64) -> bool {
         let most = if is_over { MOST_PAGES } else { MOST_PAGES.max(limit_pages / MOST_SHARE) };
-        self.pages + unmapped / UNMAPPED_SHARE > most && now_ns >= self.not_before_ns
+        self.pages > most && now_ns >= self.not_before_ns
     }
 
     /// The map was read, from and to these times, and what there was is registered.
@@ -108,10 +104,9 @@ mod tests {
     fn it_is_much_by_the_limit_and_the_map_is_not_read_all_the_time() {
         let mut unseen = Unseen::default();
         unseen.note(117, 100, 0);
-        assert!(unseen.is_much(0, 4096, true, 0) && !unseen.is_much(0, 4096, false, 0));
-        assert!(unseen.is_much(4096, 4096, false, 0));
+        assert!(unseen.is_much(4096, true, 0) && !unseen.is_much(4096, false, 0));
         unseen.was_read(1000, 1100);
         unseen.note(600, 100, 0);
-        assert!(!unseen.is_much(0, 4096, false, 2699) && unseen.is_much(0, 4096, false, 2700));
+        assert!(!unseen.is_much(4096, false, 2699) && unseen.is_much(4096, false, 2700));
     }
 }
