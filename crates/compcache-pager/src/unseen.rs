@@ -7,6 +7,8 @@
 /// A process over its limit may have so many pages, since the map was last read; one near it such a share of the limit, if that is more.
 const MOST_PAGES: u64 = 16;
 const MOST_SHARE: u64 = 16;
+/// What is less than that share, and more than those pages, waits so long: else it would stay for as long as nothing else grows.
+const LITTLE_WAITS_NS: u64 = 50_000_000;
 /// Reading the map may take such a share of the time, whatever grows: much that can never be registered would have it read again and again.
 const READING_SHARE: u64 = 16;
 
@@ -19,6 +21,7 @@ pub struct Unseen {
     /// Known of and not found at the last look, as far as it may still come.
     missed: u64,
     not_before_ns: u64,
+    read_ns: u64,
 }
 
 impl Unseen {
@@ -44,14 +47,15 @@ impl Unseen {
 
     /// Whether the map should be read.
     pub fn is_much(&self, limit_pages: u64, is_over: bool, now_ns: u64) -> bool {
-        let most = if is_over { MOST_PAGES } else { MOST_PAGES.max(limit_pages / MOST_SHARE) };
+        let at_once = is_over || now_ns.saturating_sub(self.read_ns) >= LITTLE_WAITS_NS;
+        let most = if at_once { MOST_PAGES } else { MOST_PAGES.max(limit_pages / MOST_SHARE) };
         self.pages > most && now_ns >= self.not_before_ns
     }
 
     /// The map was read, from and to these times, and what there was is registered.
     pub fn was_read(&mut self, begun_ns: u64, ended_ns: u64) {
         (self.pages, self.added) = (0, 0);
-        self.not_before_ns = ended_ns + (ended_ns - begun_ns) * READING_SHARE;
+        (self.read_ns, self.not_before_ns) = (ended_ns, ended_ns + (ended_ns - begun_ns) * READING_SHARE);
     }
 }
 
@@ -108,5 +112,10 @@ mod tests {
         unseen.was_read(1000, 1100);
         unseen.note(600, 100, 0);
         assert!(!unseen.is_much(4096, false, 2699) && unseen.is_much(4096, false, 2700));
+        // A little is not forgotten.
+        unseen.was_read(3000, 3100);
+        unseen.note(617, 600, 0);
+        let long = 3100 + LITTLE_WAITS_NS;
+        assert!(!unseen.is_much(4096, false, long - 1) && unseen.is_much(4096, false, long));
     }
 }
