@@ -18,11 +18,11 @@ use crate::fork;
 use crate::hand::Hand;
 use crate::leave::{Filled, drop_contents};
 use crate::lock::{self, Guard};
-use crate::maps::{self, MapsBuffer};
-use crate::memory::{PAGE, boxed_zeroed};
-use crate::pager::{Channel, Pager, REGIONS_MAX, STAGING_BYTES, State, Way, clock_ns};
+use crate::maps;
+use crate::memory::PAGE;
+use crate::pager::{Channel, Pager, STAGING_BYTES, State, Way, clock_ns};
 use crate::process;
-use crate::regions::Ranges;
+use crate::registrar::{Registered, Registrar};
 use crate::retire;
 use crate::shared::{Counters, Region, Totals};
 use crate::staging::{GROUP, GROUPS_MAX, GROUPS_MIN, SHARE, Staging};
@@ -46,8 +46,6 @@ const REST_SHARE: u64 = 256;
 const NAP_MAX_NS: u64 = 100_000_000;
 /// How fast a process can grow without faults of ours: what a processor can touch in a second.
 const GROWTH_BYTES_PER_S: u64 = 2 << 30;
-/// Ranges smaller than this are left alone.
-const REGION_BYTES_MIN: usize = 16 << 10;
 /// Groups moved out or compressed before the process is measured again: about two milliseconds.
 const STEPS_BETWEEN_LOOKS: u32 = 8;
 /// Objects moved by a step of compaction: some tens of microseconds.
@@ -64,13 +62,11 @@ const BETWEEN_THREADS_NS: u64 = 10_000_000;
 /// What the evictor's thread owns.
 pub struct Evictor {
     pub worker: Worker,
-    pub maps: Box<MapsBuffer>,
+    pub(crate) registrar: Registrar,
     pub(crate) hand: Hand,
     /// What makes groups of cold pages, if that is wanted.
     cold: Option<Cold>,
     clear: Clear,
-    found: Box<Ranges<REGIONS_MAX>>,
-    fresh: Box<Ranges<REGIONS_MAX>>,
     files: Option<Files>,
     looked_at_ns: u64,
     threads_noted_ns: u64,
@@ -111,15 +107,10 @@ impl Evictor {
     pub fn new(worker: Worker, cold: Option<Cold>) -> Box<Evictor> {
         Box::new(Evictor {
             worker,
-            // SAFETY: bytes are valid when zero.
-            maps: unsafe { boxed_zeroed() },
+            registrar: Registrar::new(),
             hand: Hand::new(),
             cold,
             clear: Clear::default(),
-            // SAFETY: pairs of numbers are valid when zero.
-            found: unsafe { boxed_zeroed() },
-            // SAFETY: as above.
-            fresh: unsafe { boxed_zeroed() },
             files: None,
             looked_at_ns: 0,
             threads_noted_ns: 0,
@@ -382,6 +373,7 @@ impl Evictor {
                 // In a copy of the process: frames that were garbage in its parent.
                 state.staging.frames().for_each(|frames| _ = drop_contents(frames.start, GROUP));
                 self.hand.use_old_scan();
+                self.registrar.use_old_maps();
                 staging.end - 2 * PAGE..staging.end
             }
         };
@@ -399,7 +391,7 @@ impl Evictor {
     pub fn forget_wiped(&mut self, pager: &Pager) {
         let Some(smaps) = process::open(c"/proc/thread-self/smaps") else { return };
         let mut state = pager.state.lock();
-        maps::for_each_wiped(smaps.as_fd(), &mut self.maps, |mapping| {
+        maps::for_each_wiped(smaps.as_fd(), self.registrar.buffer(), |mapping| {
             events::forget_contents(pager, &mut state, mapping.start..mapping.end);
         });
     }
@@ -408,18 +400,12 @@ impl Evictor {
     ///
     /// The program's only thread waits in fork meanwhile, so the map does not change.
     fn recover(&mut self, pager: &'static Pager, channel: &Channel) -> bool {
-        let Some(files) = &self.files else { return false };
-        self.found.clear();
-        let found = &mut self.found;
-        maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
-            if mapping.anonymous {
-                found.add(mapping.start..mapping.end);
-            }
-        });
         self.look(pager);
         if !self.start_handler(pager, channel) {
             return false;
         }
+        let Some(files) = &self.files else { return false };
+        let mapped = self.registrar.all_anonymous(files.maps.as_fd());
         let mut state = pager.state.lock();
         let mut at = 0;
         while let Some(region) = state.regions.at_or_after(at) {
@@ -427,7 +413,7 @@ impl Evictor {
             // What the copy did not get (MADV_DONTFORK) is nobody's now.
             let mut from = region.start;
             while from < region.end {
-                let next = self.found.at_or_after(from).filter(|mapped| mapped.start < region.end);
+                let next = mapped.at_or_after(from).filter(|mapped| mapped.start < region.end);
                 let (start, end) = next.map_or((region.end, region.end), |mapped| (mapped.start, mapped.end));
                 let (start, end) = (start.max(from), end.min(region.end));
                 if from < start {
@@ -446,7 +432,7 @@ impl Evictor {
     /// Whether pages may leave by mremap at all: not if a device may write to them, nor if all are locked.
     fn may_evict(&mut self, pager: &Pager) -> bool {
         if let Some(files) = self.files.as_ref().filter(|_| !pager.has_devices()) {
-            maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
+            maps::for_each(files.maps.as_fd(), self.registrar.buffer(), |mapping| {
                 if mapping.device_queue {
                     pager.note_devices();
                 }
@@ -471,60 +457,17 @@ impl Evictor {
         (1..=UNFINISHED_MAX).contains(&self.unfinished)
     }
 
-    /// Reads the map and registers what has come since the last time. If the map keeps changing, a mapping may be registered in
-    /// part, which the program cannot move as a whole: then the next look goes on.
+    /// Registers what has come since the last time. Where that did not come to an end the next look goes on.
     fn find_regions(&mut self, pager: &Pager, channel: &Channel) {
         let Some(files) = &self.files else { return };
         let begun_ns = clock_ns();
-        self.unfinished += 1;
-        for _ in 0..4 {
-            let generation = pager.state.lock().generation;
-            self.found.clear();
-            let (found, mut file_end, mut found_end, mut small) = (&mut self.found, 0, 0, 0..0);
-            maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
-                let tail_of_file = mapping.start == file_end && !mapping.heap;
-                if mapping.file {
-                    file_end = mapping.end;
-                }
-                let large = mapping.end - mapping.start >= REGION_BYTES_MIN;
-                let range = mapping.start..mapping.end;
-                if !mapping.anonymous || !mapping.writable || tail_of_file || pager.never.overlaps(&range) {
-                    return;
-                }
-                // A small one beside a large one may be what is left of the same mapping, which is whole again when both are
-                // registered.
-                if large || range.start == found_end {
-                    if small.end == range.start {
-                        found.add(small.clone());
-                    }
-                    found_end = range.end;
-                    found.add(range);
-                } else {
-                    small = range;
-                }
-            });
-            let mut state = pager.state.lock();
-            if pager.frozen.load(Acquire) {
-                self.unfinished -= 1;
-                return;
-            }
-            if state.generation != generation || !pager.is_settled(&state) {
-                continue;
-            }
-            let fresh = &mut self.fresh;
-            fresh.clear();
-            for range in found.iter() {
-                register(channel, &state, range, fresh);
-            }
-            if fresh.len() == 0 {
+        match self.registrar.register(pager, channel, files.maps.as_fd()) {
+            Registered::All => {
                 (self.unfinished, self.has_all) = (0, true);
                 self.unseen.was_read(begun_ns, clock_ns());
-                return;
             }
-            maps::for_each(files.maps.as_fd(), &mut self.maps, |mapping| {
-                take_registered(pager, channel, &mut state, mapping.start..mapping.end, fresh);
-            });
-            // Again: a mapping that came meanwhile may be registered in part, and the program could not move it whole.
+            Registered::Part => self.unfinished += 1,
+            Registered::Frozen => {}
         }
     }
 
@@ -652,48 +595,6 @@ fn register_patiently(channel: &Channel, range: Range<usize>) -> bool {
         }
     }
     false
-}
-
-/// Registers what is new of a range that was found in the map; adds it to `fresh`.
-fn register(channel: &Channel, state: &State, range: Range<usize>, fresh: &mut Ranges<REGIONS_MAX>) {
-    let mut at = range.start;
-    while at < range.end {
-        // What is registered already is skipped.
-        let known = state.regions.at_or_after(at).filter(|known| known.start < range.end);
-        let (end, next) = match &known {
-            Some(known) => (known.start.max(at), known.end.max(at)),
-            None => (range.end, range.end),
-        };
-        if at < end && channel.uffd.register(at, end - at).is_ok() {
-            fresh.add(at..end);
-        }
-        at = next;
-    }
-}
-
-/// Takes a mapping among the regions, as far as it was registered just now. Nothing old may be kept of it.
-///
-/// The map was read before anything was registered. What was unmapped between was not announced, and what has been mapped
-/// there since is not registered: the kernel registers around it. Such a mapping cannot be joined with its neighbours, so
-/// each that the map shows now is registered as a whole or not at all. While the map is changing nothing is known.
-fn take_registered(
-    pager: &Pager,
-    channel: &Channel,
-    state: &mut State,
-    mapping: Range<usize>,
-    fresh: &Ranges<REGIONS_MAX>,
-) {
-    let mut at = mapping.start;
-    while at < mapping.end
-        && let Some(piece) = fresh.at_or_after(at).filter(|piece| piece.start < mapping.end)
-    {
-        let part = piece.start.max(at)..piece.end.min(mapping.end);
-        if channel.is_registered(part.start) {
-            events::forget_contents(pager, state, part.clone());
-            state.regions.add(part.clone());
-        }
-        at = part.end;
-    }
 }
 
 fn publish(pager: &Pager, resident_pages: u64, ours_bytes: u64, copies: u64) {

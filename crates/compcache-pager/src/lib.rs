@@ -6,7 +6,8 @@
 //! | module     | what it does                                                              |
 //! |------------|---------------------------------------------------------------------------|
 //! | `pager`    | what the two threads share, and how they start                            |
-//! | `evict`    | the evictor: limit, staging, registering                                  |
+//! | `evict`    | the evictor: limit, staging                                               |
+//! | `registrar` | reads the map, and registers what has come                               |
 //! | `leave`    | pages go to staging, frames back to the system                            |
 //! | `remap`    | the way out for kernels without UFFDIO_MOVE                               |
 //! | `hand`     | finds cold pages                                                          |
@@ -59,6 +60,7 @@ mod keep;
 mod leave;
 #[allow(unsafe_code, reason = "is a lock")]
 mod lock;
+#[allow(unsafe_code, reason = "the kernel writes results into its buffers")]
 mod maps;
 #[allow(unsafe_code, reason = "maps memory, and is an allocator")]
 pub mod memory;
@@ -66,6 +68,8 @@ pub mod memory;
 pub mod pager;
 mod process;
 mod regions;
+#[allow(unsafe_code, reason = "makes its buffers")]
+mod registrar;
 #[allow(unsafe_code, reason = "hands descriptors from thread to thread by their numbers")]
 pub mod relay;
 #[allow(unsafe_code, reason = "moves mappings")]

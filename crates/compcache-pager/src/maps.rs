@@ -1,6 +1,13 @@
-//! The process's own map, read line by line without allocating.
+//! The process's own map, read line by line without allocating, or asked for one mapping.
 
-use rustix::fd::BorrowedFd;
+use crate::sys::{self, Errno};
+use core::ops::Range;
+use linux_raw_sys::general as uapi;
+use rustix::fd::{AsRawFd, BorrowedFd};
+
+const PROCMAP_QUERY: u32 = 0xc068_6611; // _IOWR('f', 17, struct procmap_query)
+
+const _: () = assert!(size_of::<uapi::procmap_query>() == 104);
 
 /// One mapping, as far as the pager cares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +54,49 @@ pub fn for_each_wiped(fd: BorrowedFd<'_>, buffer: &mut MapsBuffer, mut each: imp
             last = Some(mapping);
         }
     });
+}
+
+/// What the kernel says about an address.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Found {
+    /// The mapping there, or the next one above.
+    Mapping {
+        range: Range<usize>,
+        private_anonymous: bool,
+    },
+    Nothing,
+}
+
+/// The mapping at an address, or the next above it, through a descriptor of `/proc/self/maps`. `None` when the kernel cannot
+/// be asked (before Linux 6.11).
+pub fn covering_or_next(fd: BorrowedFd<'_>, address: usize) -> Option<Found> {
+    let mut query = uapi::procmap_query {
+        size: size_of::<uapi::procmap_query>() as u64,
+        query_flags: uapi::procmap_query_flags::PROCMAP_QUERY_COVERING_OR_NEXT_VMA as u64,
+        query_addr: address as u64,
+        vma_start: 0,
+        vma_end: 0,
+        vma_flags: 0,
+        vma_page_size: 0,
+        vma_offset: 0,
+        inode: 0,
+        dev_major: 0,
+        dev_minor: 0,
+        vma_name_size: 0,
+        build_id_size: 0,
+        vma_name_addr: 0,
+        build_id_addr: 0,
+    };
+    // SAFETY: PROCMAP_QUERY reads and writes a struct procmap_query, and nothing else where no name is asked for.
+    match unsafe { sys::ioctl(fd.as_raw_fd(), PROCMAP_QUERY, &mut query) } {
+        Ok(_) => {
+            let shared = query.vma_flags & uapi::procmap_query_flags::PROCMAP_QUERY_VMA_SHARED as u64 != 0;
+            let private_anonymous = query.inode == 0 && !shared;
+            Some(Found::Mapping { range: query.vma_start as usize..query.vma_end as usize, private_anonymous })
+        }
+        Err(Errno::ENOENT) => Some(Found::Nothing),
+        Err(_) => None,
+    }
 }
 
 fn for_each_line(fd: BorrowedFd<'_>, buffer: &mut MapsBuffer, mut each: impl FnMut(&[u8])) {
@@ -109,6 +159,7 @@ fn hex(digits: &[u8]) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::PAGE;
 
     #[test]
     fn only_private_mappings_without_a_file_are_anonymous() {
@@ -143,6 +194,36 @@ mod tests {
             saw_kept |= (mapping.start..mapping.end).contains(&(kept as usize));
         });
         assert!(saw_wiped && !saw_kept);
+    }
+
+    #[test]
+    #[allow(unsafe_code, reason = "makes the middle of a mapping another one")]
+    fn a_single_mapping_is_asked_for() {
+        use rustix::fs::{Mode, OFlags};
+        use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
+        let fd = rustix::fs::open(c"/proc/self/maps", OFlags::RDONLY, Mode::empty()).unwrap();
+        let ask = |address| covering_or_next(rustix::fd::AsFd::as_fd(&fd), address);
+        if ask(0).is_none() {
+            return; // before Linux 6.11
+        }
+        let start = crate::memory::map(3 * PAGE).unwrap();
+        // SAFETY: within a range mapped just now.
+        unsafe {
+            rustix::mm::mprotect(start.cast(), PAGE, MprotectFlags::empty()).unwrap();
+            let (middle, rights) = (start.add(PAGE).cast(), ProtFlags::READ | ProtFlags::WRITE);
+            rustix::mm::mmap_anonymous(middle, PAGE, rights, MapFlags::SHARED | MapFlags::FIXED).unwrap();
+        }
+        let middle = start as usize + PAGE;
+        let shared = Found::Mapping { range: middle..middle + PAGE, private_anonymous: false };
+        assert_eq!(ask(middle), Some(shared));
+        let Some(Found::Mapping { range, private_anonymous: true }) = ask(middle - PAGE) else { panic!() };
+        assert_eq!(range.end, middle);
+        let above = match ask(0) {
+            Some(Found::Mapping { range, .. }) => range,
+            other => panic!("{other:?}"),
+        };
+        assert!(above.start > 0);
+        assert_eq!(ask(0xffff_8000_0000_0000), Some(Found::Nothing));
     }
 
     #[test]

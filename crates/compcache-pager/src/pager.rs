@@ -424,7 +424,7 @@ impl Pager {
         };
         let never = &mut self.never;
         // SAFETY: the evictor's thread does not run yet, and this is the only reference.
-        let buffer = unsafe { &mut (*self.evictor).maps };
+        let buffer = unsafe { (*self.evictor).registrar.buffer() };
         crate::maps::for_each(rustix::fd::AsFd::as_fd(&fd), buffer, |mapping| {
             if mapping.anonymous && !mapping.heap {
                 never.add(mapping.start..mapping.end);

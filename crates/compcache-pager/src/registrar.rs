@@ -1,0 +1,267 @@
+//! The registrar: reads the map of the process and registers what has come since the last time.
+//!
+//! A mapping must be registered as a whole or not at all. The kernel splits one that is registered in part: the program
+//! cannot move it then (mremap: EFAULT), and if pages come to both parts while they differ, it never joins them again. But
+//! the map may change between its reading and the registering. So each mapping is asked for by itself right before it is
+//! registered (PROCMAP_QUERY, Linux 6.11), a microsecond where the reading of a map takes hundreds; and the map is read again
+//! at once, for what was missed.
+
+use crate::events;
+use crate::maps::{self, Found, Mapping, MapsBuffer};
+use crate::memory::boxed_zeroed;
+use crate::pager::{Channel, Pager, REGIONS_MAX, State};
+use crate::regions::Ranges;
+use alloc::boxed::Box;
+use core::ops::Range;
+use core::sync::atomic::Ordering::Acquire;
+use rustix::fd::BorrowedFd;
+
+/// Ranges smaller than this are left alone.
+const REGION_BYTES_MIN: usize = 16 << 10;
+/// Times that the map is read before something is registered, if events that are not applied yet make it worthless.
+const TRIES: u32 = 4;
+/// Times that the map is read again with the lock held.
+const ROUNDS: u32 = 3;
+
+/// What the registrar works with.
+pub struct Registrar {
+    maps: Box<MapsBuffer>,
+    found: Box<Ranges<REGIONS_MAX>>,
+    fresh: Box<Ranges<REGIONS_MAX>>,
+    /// The kernel cannot be asked for a single mapping.
+    without_query: bool,
+}
+
+/// How far the registrar came.
+#[derive(PartialEq, Eq)]
+pub enum Registered {
+    /// All that the map showed is registered.
+    All,
+    /// The map kept changing: a mapping may be registered in part.
+    Part,
+    /// Nothing was tried: a copy of the process is being made.
+    Frozen,
+}
+
+impl Registrar {
+    pub fn new() -> Registrar {
+        // SAFETY: bytes and pairs of numbers are valid when zero.
+        let (maps, found, fresh) = unsafe { (boxed_zeroed(), boxed_zeroed(), boxed_zeroed()) };
+        Registrar { maps, found, fresh, without_query: false }
+    }
+
+    /// From now on does without what kernels before Linux 6.11 do not have.
+    pub fn use_old_maps(&mut self) {
+        self.without_query = true;
+    }
+
+    /// The buffer for reading maps, which is the registrar's only while it registers.
+    pub fn buffer(&mut self) -> &mut MapsBuffer {
+        &mut self.maps
+    }
+
+    /// All anonymous mappings there are. For when the map does not change.
+    pub fn all_anonymous(&mut self, maps: BorrowedFd<'_>) -> &Ranges<REGIONS_MAX> {
+        self.found.clear();
+        let found = &mut self.found;
+        maps::for_each(maps, &mut self.maps, |mapping| {
+            if mapping.anonymous {
+                found.add(mapping.start..mapping.end);
+            }
+        });
+        found
+    }
+
+    /// Registers what the map shows and is not among the regions yet.
+    pub fn register(&mut self, pager: &Pager, channel: &Channel, maps: BorrowedFd<'_>) -> Registered {
+        for _ in 0..TRIES {
+            let (found, mut candidates) = (&mut self.found, Candidates::default());
+            found.clear();
+            maps::for_each(maps, &mut self.maps, |mapping| _ = candidates.take(pager, &mapping, found));
+            let mut state = pager.state.lock();
+            if pager.frozen.load(Acquire) {
+                return Registered::Frozen;
+            }
+            // What is moved and not applied yet would be taken for new.
+            if !pager.is_settled(&state) {
+                continue;
+            }
+            for _ in 0..ROUNDS {
+                if self.register_found(channel, &state, maps) && self.fresh.len() == 0 {
+                    return Registered::All;
+                }
+                self.take_fresh(pager, channel, &mut state, maps);
+            }
+            break;
+        }
+        Registered::Part
+    }
+
+    /// Registers what is new of what was found. False when some of it is not as it was found.
+    fn register_found(&mut self, channel: &Channel, state: &State, maps: BorrowedFd<'_>) -> bool {
+        self.fresh.clear();
+        let Registrar { found, fresh, without_query, .. } = self;
+        let mut ask = |at| {
+            let asked = if *without_query { None } else { maps::covering_or_next(maps, at) };
+            *without_query = asked.is_none();
+            asked
+        };
+        let mut is_all = true;
+        for range in found.iter() {
+            for_each_unknown(&state.regions, range, |new| {
+                for_each_whole(new, &mut ask, |part, is_whole| {
+                    let is_registered = match is_whole {
+                        true => channel.uffd.register(part.start, part.end - part.start).is_ok(),
+                        // It may have grown: what mremap adds to a registered mapping is so too.
+                        false => channel.is_registered(part.start),
+                    };
+                    is_all &= is_whole || is_registered;
+                    if is_registered {
+                        fresh.add(part);
+                    }
+                });
+            });
+        }
+        is_all
+    }
+
+    /// Takes among the regions what was registered just now, and finds what there is besides.
+    ///
+    /// The map was read before anything was registered. What was unmapped between was not announced, and what has been mapped
+    /// there since is not registered: the kernel registers around it. So what the map shows now is asked for by each mapping.
+    /// While the map is changing nothing is known.
+    fn take_fresh(&mut self, pager: &Pager, channel: &Channel, state: &mut State, maps: BorrowedFd<'_>) {
+        let Registrar { found, fresh, .. } = self;
+        let mut candidates = Candidates::default();
+        found.clear();
+        maps::for_each(maps, &mut self.maps, |mapping| {
+            let may_be = candidates.take(pager, &mapping, found);
+            let mut at = mapping.start;
+            while at < mapping.end
+                && let Some(piece) = fresh.at_or_after(at).filter(|piece| piece.start < mapping.end)
+            {
+                let part = piece.start.max(at)..piece.end.min(mapping.end);
+                at = part.end;
+                if !may_be {
+                    // It came in the place of what was found.
+                    let _ = channel.uffd.unregister(part.start, part.end - part.start);
+                } else if channel.is_registered(part.start) {
+                    // Nothing old may be kept of it.
+                    events::forget_contents(pager, state, part.clone());
+                    state.regions.add(part);
+                }
+            }
+        });
+    }
+}
+
+/// Which mappings are to be registered, as the map shows them one after the other.
+#[derive(Default)]
+struct Candidates {
+    file_end: usize,
+    found_end: usize,
+    small: Range<usize>,
+}
+
+impl Candidates {
+    /// The next mapping: adds it to `found` if it is large enough. False when it must not be registered at all.
+    fn take(&mut self, pager: &Pager, mapping: &Mapping, found: &mut Ranges<REGIONS_MAX>) -> bool {
+        let tail_of_file = mapping.start == self.file_end && !mapping.heap;
+        if mapping.file {
+            self.file_end = mapping.end;
+        }
+        let range = mapping.start..mapping.end;
+        if !mapping.anonymous || tail_of_file || pager.never.overlaps(&range) {
+            return false;
+        }
+        let large = range.len() >= REGION_BYTES_MIN;
+        // A small one beside a large one may be what is left of the same mapping, which is whole again when both are
+        // registered.
+        if mapping.writable && (large || range.start == self.found_end) {
+            if self.small.end == range.start {
+                found.add(self.small.clone());
+            }
+            self.found_end = range.end;
+            found.add(range);
+        } else if mapping.writable {
+            self.small = range;
+        }
+        true
+    }
+}
+
+/// Calls `each` with the parts of a range that are not among the regions.
+fn for_each_unknown(regions: &Ranges<REGIONS_MAX>, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
+    let mut at = range.start;
+    while at < range.end {
+        let known = regions.at_or_after(at).filter(|known| known.start < range.end);
+        let (end, next) = match &known {
+            Some(known) => (known.start.max(at), known.end.max(at)),
+            None => (range.end, range.end),
+        };
+        if at < end {
+            each(at..end);
+        }
+        at = next;
+    }
+}
+
+/// Calls `each` with the mappings of a range, and whether they are what they were when they were found: private and anonymous,
+/// and no larger. `ask` is [`maps::covering_or_next`]; where it knows nothing the range is taken as it was found.
+fn for_each_whole(
+    range: Range<usize>,
+    mut ask: impl FnMut(usize) -> Option<Found>,
+    mut each: impl FnMut(Range<usize>, bool),
+) {
+    let mut at = range.start;
+    while at < range.end {
+        let (part, is_whole) = match ask(at) {
+            Some(Found::Mapping { range: mapping, private_anonymous }) if mapping.start < range.end => {
+                let part = mapping.start.max(at)..mapping.end.min(range.end);
+                let is_whole = part == mapping && private_anonymous;
+                (part, is_whole)
+            }
+            Some(_) => return,
+            None => (at..range.end, true),
+        };
+        at = part.end;
+        each(part, is_whole);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::vec::Vec;
+
+    /// What is said of a range, if these mappings are there.
+    fn parts(range: Range<usize>, there: &[(Range<usize>, bool)]) -> Vec<(Range<usize>, bool)> {
+        let ask = |at| {
+            let found = there.iter().find(|(mapping, _)| mapping.end > at).cloned();
+            Some(found.map_or(Found::Nothing, |(range, private_anonymous)| Found::Mapping { range, private_anonymous }))
+        };
+        let mut parts = Vec::new();
+        for_each_whole(range, ask, |part, is_whole| parts.push((part, is_whole)));
+        parts
+    }
+
+    #[test]
+    fn only_a_whole_mapping_is_registered() {
+        assert_eq!(parts(20..60, &[(10..20, true), (20..40, true), (40..60, true)]), [(20..40, true), (40..60, true)]);
+        // It has a hole now, and ends sooner.
+        assert_eq!(parts(20..60, &[(20..30, true), (40..50, true), (70..80, true)]), [(20..30, true), (40..50, true)]);
+        assert_eq!(parts(20..60, &[]), []);
+        // Another is there, which reaches over an end, or over both.
+        assert_eq!(parts(20..60, &[(10..30, true), (50..70, true)]), [(20..30, false), (50..60, false)]);
+        assert_eq!(parts(20..60, &[(10..70, true)]), [(20..60, false)]);
+        // It is of a file, or shared.
+        assert_eq!(parts(20..60, &[(20..60, false)]), [(20..60, false)]);
+    }
+
+    #[test]
+    fn where_the_kernel_cannot_be_asked_a_range_is_registered_as_it_was_found() {
+        let mut parts = Vec::new();
+        for_each_whole(20..60, |_| None, |part, is_whole| parts.push((part, is_whole)));
+        assert_eq!(parts, [(20..60, true)]);
+    }
+}
