@@ -100,6 +100,8 @@ pub struct UblkOptions {
     pub queues: NonZeroU16,
     /// Requests that may be in flight in each queue, 4095 at most. They cost no buffers.
     pub depth: NonZeroU16,
+    /// The largest read or write, in bytes: a multiple of 4096, at most and usually 1 MiB.
+    pub request_bytes: usize,
     /// Threads that wait for requests that need a slow medium.
     pub waiting_threads: NonZeroUsize,
 }
@@ -111,6 +113,7 @@ impl Default for UblkOptions {
         UblkOptions {
             queues: NonZeroU16::new(cpus as u16).expect("1 to 8"),
             depth: NonZeroU16::new(128).expect("128 is not 0"),
+            request_bytes: REQUEST_BYTES_MAX,
             waiting_threads: NonZeroUsize::new(2).expect("2 is not 0"),
         }
     }
@@ -151,7 +154,7 @@ impl Ublk {
 
         let (mut disk, info) = Ublk::add(device, control, abilities, options)?;
         disk.start_threads(&info, options)?;
-        let params = params(&*disk.device);
+        let params = params(&*disk.device, options.request_bytes.min(REQUEST_BYTES_MAX));
         let control = disk.control.get_mut().unwrap_or_else(PoisonError::into_inner);
         control.set_params(disk.number, params).map_err(UblkError::at(Step::Describe, &disk.path))?;
         control.start(disk.number).map_err(UblkError::at(Step::Start, &disk.path))?;
@@ -343,7 +346,7 @@ impl fmt::Debug for Ublk {
 }
 
 /// What kind of block device it is.
-fn params(device: &dyn BlockDevice) -> Params {
+fn params(device: &dyn BlockDevice, request_bytes: usize) -> Params {
     let block_shift = BLOCK_BYTES.trailing_zeros() as u8;
     let freed_sectors = (FREED_BYTES_MAX / SECTOR_BYTES) as u32;
     Params {
@@ -356,7 +359,7 @@ fn params(device: &dyn BlockDevice) -> Params {
             physical_bs_shift: block_shift,
             io_opt_shift: block_shift,
             io_min_shift: block_shift,
-            max_sectors: (REQUEST_BYTES_MAX as u64 / SECTOR_BYTES) as u32,
+            max_sectors: (request_bytes as u64 / SECTOR_BYTES) as u32,
             dev_sectors: device.size_bytes() / SECTOR_BYTES,
             ..ParamBasic::default()
         },

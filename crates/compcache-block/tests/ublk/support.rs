@@ -53,6 +53,7 @@ pub fn options(queues: u16, depth: u16) -> UblkOptions {
         queues: queues.try_into().unwrap(),
         depth: depth.try_into().unwrap(),
         waiting_threads: 1.try_into().unwrap(),
+        ..UblkOptions::default()
     }
 }
 

@@ -146,7 +146,7 @@ impl Disks {
             self.safety.make_safe(&self.store, &disk, wanted.unprotected)?;
             disk.set_reserve_only();
         }
-        let wire = Wire::start(&name, disk.clone(), &wanted.at, &self.directory)?;
+        let wire = Wire::start(&name, disk.clone(), &wanted.at, wanted.for_swap, &self.directory)?;
         self.safety.settle(&self.store);
         self.cold.watch(disk.pool(), recompress, wanted.for_swap);
         let shows = Shows::Pool(disk);
@@ -163,7 +163,7 @@ impl Disks {
         self.refuse_too_much(disks.cache_bytes(), origin.memory_bytes)?;
         let own_devices: Vec<String> = disks.by_name.values().map(|disk| disk.wire.at()).collect();
         let origin = DiskOrigin::open(origin, codec, &own_devices)?;
-        let wire = Wire::start(&name, origin.device(), &wanted.at, &self.directory)?;
+        let wire = Wire::start(&name, origin.device(), &wanted.at, false, &self.directory)?;
         let (shows, recompress) = (Shows::Origin(origin), Recompress::NEVER);
         let attached = Attached { shows, codec, recompress, wire, for_swap: false, backing: None };
         let state = attached.state(&name);

@@ -1,7 +1,7 @@
 //! What serves a disk to its users, whichever transport it is.
 
 use std::net::Ipv4Addr;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU16, NonZeroUsize};
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
@@ -24,6 +24,11 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 /// Threads that wait for an origin.
 const WAITING_THREADS: NonZeroUsize = NonZeroUsize::new(8).expect("8 is not 0");
 
+/// Of swap no more than 2 MiB are on their way at a time, for each processor; then who reclaims waits for a tag. The kernel ends a program if all that
+/// its control group has is on its way to swap, since it does not wait for that (cgroup v2).
+const SWAP_DEPTH: NonZeroU16 = NonZeroU16::new(16).expect("16 is not 0");
+const SWAP_REQUEST_BYTES: usize = 128 << 10;
+
 /// A disk's transport, at work.
 pub enum Wire {
     /// NBD, and the URI where clients find it.
@@ -41,14 +46,21 @@ pub struct NotEnded {
 }
 
 impl Wire {
-    /// Serves `disk`. `directory` is for sockets that nobody named.
-    pub fn start(name: &str, disk: Arc<dyn BlockDevice>, at: &At, directory: &Path) -> anyhow::Result<Self> {
+    /// Serves `disk`, which may be one for swap. `directory` is for sockets that nobody named.
+    pub fn start(
+        name: &str,
+        disk: Arc<dyn BlockDevice>,
+        at: &At,
+        for_swap: bool,
+        directory: &Path,
+    ) -> anyhow::Result<Self> {
+        let ublk = ublk_options(&disk, for_swap);
         let beside_us = || directory.join(format!("{name}.nbd"));
         let listen = match at {
-            At::Ublk => return Ok(Wire::Ublk(Ublk::serve(disk.clone(), &ublk_options(&disk))?)),
+            At::Ublk => return Ok(Wire::Ublk(Ublk::serve(disk.clone(), &ublk)?)),
             At::Loop => return Ok(Wire::Loop(FuseLoop::serve(disk.clone(), &loop_options(&disk))?)),
-            At::BlockDevice => return Ok(kept_device(name, &disk)??),
-            At::Auto => match block_device(name, &disk)? {
+            At::BlockDevice => return Ok(kept_device(name, &disk, &ublk)??),
+            At::Auto => match block_device(name, &disk, &ublk)? {
                 Ok(wire) => return Ok(wire),
                 Err(error) => {
                     say(&format!("compcache: disk {name} is no block device but an NBD export: {error}\n"));
@@ -152,8 +164,12 @@ impl Wire {
 ///
 /// # Errors
 /// The disk cannot be served in any way.
-fn block_device(name: &str, disk: &Arc<dyn BlockDevice>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
-    match Ublk::serve(disk.clone(), &ublk_options(disk)) {
+fn block_device(
+    name: &str,
+    disk: &Arc<dyn BlockDevice>,
+    ublk: &UblkOptions,
+) -> anyhow::Result<Result<Wire, FuseLoopError>> {
+    match Ublk::serve(disk.clone(), ublk) {
         Ok(served) => return Ok(Ok(Wire::Ublk(served))),
         Err(error @ UblkError::Device(_)) => return Err(error.into()),
         // As on most machines, and nothing is amiss.
@@ -164,9 +180,13 @@ fn block_device(name: &str, disk: &Arc<dyn BlockDevice>) -> anyhow::Result<Resul
 }
 
 /// The same, of those that stay when we are killed, failing all that is asked: else swap on it could not be taken off.
-fn kept_device(name: &str, disk: &Arc<dyn BlockDevice>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
+fn kept_device(
+    name: &str,
+    disk: &Arc<dyn BlockDevice>,
+    ublk: &UblkOptions,
+) -> anyhow::Result<Result<Wire, FuseLoopError>> {
     let ublk_stays = ublk::probe().is_ok_and(|abilities| abilities.keep);
-    if ublk_stays { block_device(name, disk) } else { loop_device(disk) }
+    if ublk_stays { block_device(name, disk, ublk) } else { loop_device(disk) }
 }
 
 fn loop_device(disk: &Arc<dyn BlockDevice>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
@@ -181,9 +201,13 @@ fn waiting_threads(disk: &Arc<dyn BlockDevice>, usual: NonZeroUsize) -> NonZeroU
     if disk.needs_flush() { WAITING_THREADS } else { usual }
 }
 
-fn ublk_options(disk: &Arc<dyn BlockDevice>) -> UblkOptions {
+fn ublk_options(disk: &Arc<dyn BlockDevice>, for_swap: bool) -> UblkOptions {
     let usual = UblkOptions::default();
-    UblkOptions { waiting_threads: waiting_threads(disk, usual.waiting_threads), ..usual }
+    let waiting_threads = waiting_threads(disk, usual.waiting_threads);
+    match for_swap {
+        true => UblkOptions { waiting_threads, depth: SWAP_DEPTH, request_bytes: SWAP_REQUEST_BYTES, ..usual },
+        false => UblkOptions { waiting_threads, ..usual },
+    }
 }
 
 fn loop_options(disk: &Arc<dyn BlockDevice>) -> FuseLoopOptions {

@@ -30,7 +30,8 @@ const LOOP: Wire = Wire {
 };
 
 const UBLK: Wire = Wire {
-    on: "/compcache swap on --size 2G --transport ublk >/run/on; status on $?; read disk device </run/on",
+    on: "/compcache swap on --size 2G --transport ublk >/run/on; status on $?; read disk device </run/on
+        (cd /sys/block/${device#/dev/}/queue; echo on its way: $(cat nr_requests) of $(cat max_sectors_kb) KiB)",
     off: "/compcache swap off; status off $?",
     stays: false,
 };
@@ -94,6 +95,7 @@ echo "boost again $(cat /proc/sys/vm/watermark_boost_factor)"
     assert_ended(&printed, &[("on", 0), ("real", 0), ("off", 0), ("served", 0)]);
     assert_ended(&printed, &[("rm", FAILED), ("reset", FAILED), ("shrink", FAILED)]);
     assert!(published.is_empty() || printed.contains("status of published: 0"), "{printed}");
+    assert!(wire.stays || printed.contains("on its way: 16 of 128 KiB"), "{printed}");
     assert!(printed.contains("not ending: disk") && printed.contains("score -1000 boost 0"), "{printed}");
     assert_ended(&printed, &[("full", FAILED), ("end", 0)]);
     assert!(printed.contains("boost again 15000"), "{printed}");
