@@ -13,7 +13,7 @@
 //!
 //! | asked of `/dev/ublkbN`                | asked of the lane                 |
 //! |---------------------------------------|-----------------------------------|
-//! | read, write, 1 MiB at most; with FUA  | `read`, `write`                   |
+//! | read, write, with FUA; 1 MiB at most  | `read`, `write`                   |
 //! | flush                                 | `flush`                           |
 //! | discard, 64 MiB at most               | `discard`                         |
 //! | zeroes, 64 MiB at most                | `write_zeroes`                    |
@@ -100,7 +100,7 @@ pub struct UblkOptions {
     pub queues: NonZeroU16,
     /// Requests that may be in flight in each queue, 4095 at most. They cost no buffers.
     pub depth: NonZeroU16,
-    /// The largest read or write, in bytes: a multiple of 4096, at most and usually 1 MiB.
+    /// The largest read or write, in bytes: a multiple of 4096. At most, and usually, 1 MiB.
     pub request_bytes: usize,
     /// Threads that wait for requests that need a slow medium.
     pub waiting_threads: NonZeroUsize,
@@ -154,7 +154,7 @@ impl Ublk {
 
         let (mut disk, info) = Ublk::add(device, control, abilities, options)?;
         disk.start_threads(&info, options)?;
-        let params = params(&*disk.device, options.request_bytes.min(REQUEST_BYTES_MAX));
+        let params = params(&*disk.device, options.request_bytes.clamp(4096, REQUEST_BYTES_MAX));
         let control = disk.control.get_mut().unwrap_or_else(PoisonError::into_inner);
         control.set_params(disk.number, params).map_err(UblkError::at(Step::Describe, &disk.path))?;
         control.start(disk.number).map_err(UblkError::at(Step::Start, &disk.path))?;

@@ -6,6 +6,7 @@
 //!
 //! Arguments that are addresses or descriptors are zero here: hardly a filter decides by them.
 
+use crate::maps::PROCMAP_QUERY;
 use crate::scan::PAGEMAP_SCAN;
 use crate::uffd::{UFFDIO_MOVE, UFFDIO_POISON};
 use linux_raw_sys::general as uapi;
@@ -35,6 +36,7 @@ const CALLS: &[(u32, &[(usize, u32)])] = &[
     (uapi::__NR_ioctl, &[(1, codes::UFFDIO_UNREGISTER)]),
     (uapi::__NR_ioctl, &[(1, UFFDIO_POISON)]),
     (uapi::__NR_ioctl, &[(1, PAGEMAP_SCAN)]),
+    (uapi::__NR_ioctl, &[(1, PROCMAP_QUERY)]),
     (uapi::__NR_futex, &[(1, uapi::FUTEX_WAIT | uapi::FUTEX_PRIVATE_FLAG)]),
     (uapi::__NR_futex, &[(1, uapi::FUTEX_WAKE | uapi::FUTEX_PRIVATE_FLAG)]),
     (uapi::__NR_futex, &[(1, uapi::FUTEX_WAKE_OP | uapi::FUTEX_PRIVATE_FLAG)]),

@@ -5,7 +5,7 @@ use core::ops::Range;
 use linux_raw_sys::general as uapi;
 use rustix::fd::{AsRawFd, BorrowedFd};
 
-const PROCMAP_QUERY: u32 = 0xc068_6611; // _IOWR('f', 17, struct procmap_query)
+pub(crate) const PROCMAP_QUERY: u32 = 0xc068_6611; // _IOWR('f', 17, struct procmap_query)
 
 const _: () = assert!(size_of::<uapi::procmap_query>() == 104);
 

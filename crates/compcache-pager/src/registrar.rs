@@ -20,8 +20,8 @@ use rustix::fd::BorrowedFd;
 const REGION_BYTES_MIN: usize = 16 << 10;
 /// Times that the map is read before something is registered, if events that are not applied yet make it worthless.
 const TRIES: u32 = 4;
-/// Times that the map is read again with the lock held.
-const ROUNDS: u32 = 3;
+/// Times that what was found is registered, and the map read again, with the lock held.
+const ROUNDS: u32 = 2;
 
 /// What the registrar works with.
 pub struct Registrar {
@@ -86,8 +86,8 @@ impl Registrar {
             if !pager.is_settled(&state) {
                 continue;
             }
-            for _ in 0..ROUNDS {
-                if self.register_found(channel, &state, maps) && self.fresh.len() == 0 {
+            for round in 1..=ROUNDS {
+                if self.register_found(channel, &state, maps, round == ROUNDS) && self.fresh.len() == 0 {
                     return Registered::All;
                 }
                 self.take_fresh(pager, channel, &mut state, maps);
@@ -97,8 +97,9 @@ impl Registrar {
         Registered::Part
     }
 
-    /// Registers what is new of what was found. False when some of it is not as it was found.
-    fn register_found(&mut self, channel: &Channel, state: &State, maps: BorrowedFd<'_>) -> bool {
+    /// Registers what is new of what was found. False when some of it is not as it was found: such a mapping is left to the next
+    /// round, but in the last one registered as it was found, for one that grows all the time would never be.
+    fn register_found(&mut self, channel: &Channel, state: &State, maps: BorrowedFd<'_>, is_last: bool) -> bool {
         self.fresh.clear();
         let Registrar { found, fresh, without_query, .. } = self;
         let mut ask = |at| {
@@ -109,13 +110,15 @@ impl Registrar {
         let mut is_all = true;
         for range in found.iter() {
             for_each_unknown(&state.regions, range, |new| {
-                for_each_whole(new, &mut ask, |part, is_whole| {
-                    let is_registered = match is_whole {
-                        true => channel.uffd.register(part.start, part.end - part.start).is_ok(),
+                for_each_whole(new, &mut ask, |part, now| {
+                    let register = || channel.uffd.register(part.start, part.end - part.start).is_ok();
+                    let is_registered = match now {
+                        Now::AsFound => register(),
                         // It may have grown: what mremap adds to a registered mapping is so too.
-                        false => channel.is_registered(part.start),
+                        Now::Larger => channel.is_registered(part.start) || is_last && register(),
+                        Now::Another => false,
                     };
-                    is_all &= is_whole || is_registered;
+                    is_all &= now == Now::AsFound || is_registered;
                     if is_registered {
                         fresh.add(part);
                     }
@@ -128,8 +131,11 @@ impl Registrar {
     /// Takes among the regions what was registered just now, and finds what there is besides.
     ///
     /// The map was read before anything was registered. What was unmapped between was not announced, and what has been mapped
-    /// there since is not registered: the kernel registers around it. So what the map shows now is asked for by each mapping.
-    /// While the map is changing nothing is known.
+    /// there since is not registered: the kernel registers around it. Such a mapping cannot be joined with its neighbours, so each that the
+    /// map shows now is registered as a whole or not at all, and asked for once. While the map is changing nothing is known.
+    ///
+    /// What is registered and must not be taken stays as it is: its missing pages are answered with zeroes, as they would be without us, and it does not
+    /// leave. (It may be what was moved from another place, which is not told yet: to unregister it would lose its pages.)
     fn take_fresh(&mut self, pager: &Pager, channel: &Channel, state: &mut State, maps: BorrowedFd<'_>) {
         let Registrar { found, fresh, .. } = self;
         let mut candidates = Candidates::default();
@@ -142,10 +148,7 @@ impl Registrar {
             {
                 let part = piece.start.max(at)..piece.end.min(mapping.end);
                 at = part.end;
-                if !may_be {
-                    // It came in the place of what was found.
-                    let _ = channel.uffd.unregister(part.start, part.end - part.start);
-                } else if channel.is_registered(part.start) {
+                if may_be && channel.is_registered(part.start) {
                     // Nothing old may be kept of it.
                     events::forget_contents(pager, state, part.clone());
                     state.regions.add(part);
@@ -164,7 +167,8 @@ struct Candidates {
 }
 
 impl Candidates {
-    /// The next mapping: adds it to `found` if it is large enough. False when it must not be registered at all.
+    /// The next mapping: adds it to `found` if it is writable and large enough. False when it must not be among the regions; one that was
+    /// found may have become read-only since, and may.
     fn take(&mut self, pager: &Pager, mapping: &Mapping, found: &mut Ranges<REGIONS_MAX>) -> bool {
         let tail_of_file = mapping.start == self.file_end && !mapping.heap;
         if mapping.file {
@@ -206,62 +210,84 @@ fn for_each_unknown(regions: &Ranges<REGIONS_MAX>, range: Range<usize>, mut each
     }
 }
 
-/// Calls `each` with the mappings of a range, and whether they are what they were when they were found: private and anonymous,
-/// and no larger. `ask` is [`maps::covering_or_next`]; where it knows nothing the range is taken as it was found.
+/// What a mapping is now, compared with when it was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Now {
+    /// Private, anonymous, and no larger.
+    AsFound,
+    /// Private and anonymous, and it reaches over what was found.
+    Larger,
+    /// Shared, or of a file.
+    Another,
+}
+
+/// Calls `each` with the parts of a range that one mapping covers, and what that is now. `ask` is [`maps::covering_or_next`]; where it knows nothing
+/// the range is taken as it was found.
 fn for_each_whole(
     range: Range<usize>,
     mut ask: impl FnMut(usize) -> Option<Found>,
-    mut each: impl FnMut(Range<usize>, bool),
+    mut each: impl FnMut(Range<usize>, Now),
 ) {
     let mut at = range.start;
     while at < range.end {
-        let (part, is_whole) = match ask(at) {
+        let (part, now) = match ask(at) {
             Some(Found::Mapping { range: mapping, private_anonymous }) if mapping.start < range.end => {
                 let part = mapping.start.max(at)..mapping.end.min(range.end);
-                let is_whole = part == mapping && private_anonymous;
-                (part, is_whole)
+                let now = match private_anonymous {
+                    true if part == mapping => Now::AsFound,
+                    true => Now::Larger,
+                    false => Now::Another,
+                };
+                (part, now)
             }
             Some(_) => return,
-            None => (at..range.end, true),
+            None => (at..range.end, Now::AsFound),
         };
         at = part.end;
-        each(part, is_whole);
+        each(part, now);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::Now::{Another, AsFound, Larger};
     use super::*;
     use alloc::vec::Vec;
 
     /// What is said of a range, if these mappings are there.
-    fn parts(range: Range<usize>, there: &[(Range<usize>, bool)]) -> Vec<(Range<usize>, bool)> {
+    fn parts(range: Range<usize>, there: &[(Range<usize>, bool)]) -> Vec<(Range<usize>, Now)> {
         let ask = |at| {
             let found = there.iter().find(|(mapping, _)| mapping.end > at).cloned();
             Some(found.map_or(Found::Nothing, |(range, private_anonymous)| Found::Mapping { range, private_anonymous }))
         };
         let mut parts = Vec::new();
-        for_each_whole(range, ask, |part, is_whole| parts.push((part, is_whole)));
+        for_each_whole(range, ask, |part, now| parts.push((part, now)));
         parts
     }
 
     #[test]
     fn only_a_whole_mapping_is_registered() {
-        assert_eq!(parts(20..60, &[(10..20, true), (20..40, true), (40..60, true)]), [(20..40, true), (40..60, true)]);
+        assert_eq!(
+            parts(20..60, &[(10..20, true), (20..40, true), (40..60, true)]),
+            [(20..40, AsFound), (40..60, AsFound)]
+        );
         // It has a hole now, and ends sooner.
-        assert_eq!(parts(20..60, &[(20..30, true), (40..50, true), (70..80, true)]), [(20..30, true), (40..50, true)]);
+        assert_eq!(
+            parts(20..60, &[(20..30, true), (40..50, true), (70..80, true)]),
+            [(20..30, AsFound), (40..50, AsFound)]
+        );
         assert_eq!(parts(20..60, &[]), []);
         // Another is there, which reaches over an end, or over both.
-        assert_eq!(parts(20..60, &[(10..30, true), (50..70, true)]), [(20..30, false), (50..60, false)]);
-        assert_eq!(parts(20..60, &[(10..70, true)]), [(20..60, false)]);
+        assert_eq!(parts(20..60, &[(10..30, true), (50..70, true)]), [(20..30, Larger), (50..60, Larger)]);
+        assert_eq!(parts(20..60, &[(10..70, true)]), [(20..60, Larger)]);
         // It is of a file, or shared.
-        assert_eq!(parts(20..60, &[(20..60, false)]), [(20..60, false)]);
+        assert_eq!(parts(20..60, &[(20..60, false)]), [(20..60, Another)]);
     }
 
     #[test]
     fn where_the_kernel_cannot_be_asked_a_range_is_registered_as_it_was_found() {
         let mut parts = Vec::new();
-        for_each_whole(20..60, |_| None, |part, is_whole| parts.push((part, is_whole)));
-        assert_eq!(parts, [(20..60, true)]);
+        for_each_whole(20..60, |_| None, |part, now| parts.push((part, now)));
+        assert_eq!(parts, [(20..60, AsFound)]);
     }
 }

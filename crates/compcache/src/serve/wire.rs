@@ -24,7 +24,7 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 /// Threads that wait for an origin.
 const WAITING_THREADS: NonZeroUsize = NonZeroUsize::new(8).expect("8 is not 0");
 
-/// Of swap no more than 2 MiB are on their way at a time, for each processor; then who reclaims waits for a tag. The kernel ends a program if all that
+/// Of swap no more than 2 MiB are on their way at a time in each queue (twice that under an I/O scheduler); then who reclaims waits for a tag. The kernel ends a program if all that
 /// its control group has is on its way to swap, since it does not wait for that (cgroup v2).
 const SWAP_DEPTH: NonZeroU16 = NonZeroU16::new(16).expect("16 is not 0");
 const SWAP_REQUEST_BYTES: usize = 128 << 10;

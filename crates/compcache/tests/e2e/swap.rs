@@ -95,7 +95,9 @@ echo "boost again $(cat /proc/sys/vm/watermark_boost_factor)"
     assert_ended(&printed, &[("on", 0), ("real", 0), ("off", 0), ("served", 0)]);
     assert_ended(&printed, &[("rm", FAILED), ("reset", FAILED), ("shrink", FAILED)]);
     assert!(published.is_empty() || printed.contains("status of published: 0"), "{printed}");
-    assert!(wire.stays || printed.contains("on its way: 16 of 128 KiB"), "{printed}");
+    // An I/O scheduler, where there is one, has room for twice as many.
+    let few = ["on its way: 16 of 128 KiB", "on its way: 32 of 128 KiB"];
+    assert!(wire.stays || few.iter().any(|few| printed.contains(few)), "{printed}");
     assert!(printed.contains("not ending: disk") && printed.contains("score -1000 boost 0"), "{printed}");
     assert_ended(&printed, &[("full", FAILED), ("end", 0)]);
     assert!(printed.contains("boost again 15000"), "{printed}");
