@@ -56,14 +56,23 @@ static void *unmaps(void *argument)
 	return NULL;
 }
 
-/* mremap. A mapping that has just come may be registered in part for an instant, and is refused then: [S37]. */
+/*
+ * mremap. A mapping that has just come may be registered in part for an instant, and is refused then; in rare cases for
+ * good, and a program that must move it has to copy it: [S37].
+ */
 static void *remap(void *at, size_t old, size_t new, int flags, void *target)
 {
-	for (int tries = 0;; tries++) {
+	static atomic_int for_good;
+	for (int tries = 0; tries < 100; tries++) {
 		void *to = mremap(at, old, new, flags, target);
-		if (to != MAP_FAILED || errno != EFAULT || tries == 100) return to;
+		if (to != MAP_FAILED || errno != EFAULT) return to;
 		sleep_ms(1);
 	}
+	if (atomic_fetch_add(&for_good, 1) == 2) die("mremap: refused for good (EFAULT), three times");
+	void *to = map_at(target, new / PAGE);
+	memcpy(to, at, old < new ? old : new);
+	MUST(munmap(at, old) == 0);
+	return to;
 }
 
 static void *moves(void *argument)
