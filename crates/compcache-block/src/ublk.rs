@@ -154,7 +154,7 @@ impl Ublk {
 
         let (mut disk, info) = Ublk::add(device, control, abilities, options)?;
         disk.start_threads(&info, options)?;
-        let params = params(&*disk.device, options.request_bytes.clamp(4096, REQUEST_BYTES_MAX));
+        let params = params(&*disk.device, options.request_bytes.clamp(BLOCK_BYTES, REQUEST_BYTES_MAX));
         let control = disk.control.get_mut().unwrap_or_else(PoisonError::into_inner);
         control.set_params(disk.number, params).map_err(UblkError::at(Step::Describe, &disk.path))?;
         control.start(disk.number).map_err(UblkError::at(Step::Start, &disk.path))?;

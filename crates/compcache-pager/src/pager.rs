@@ -131,13 +131,13 @@ pub(crate) enum Way {
 /// The descriptors the two threads share, and what they can do. Written by the evictor before the handler starts.
 #[derive(Clone, Copy)]
 pub struct Channel {
-    pagemap: i32,
+    pub(crate) pagemap: i32,
     pub(crate) uffd: Uffd,
     pub(crate) way: Way,
     /// A page that is registered and always present, for [`Channel::is_quiet`].
-    gate: usize,
+    pub(crate) gate: usize,
     /// A page that may never be read.
-    unreadable: usize,
+    pub(crate) unreadable: usize,
 }
 
 impl Channel {

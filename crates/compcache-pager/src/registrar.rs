@@ -87,19 +87,25 @@ impl Registrar {
                 continue;
             }
             for round in 1..=ROUNDS {
-                if self.register_found(channel, &state, maps, round == ROUNDS) && self.fresh.len() == 0 {
+                if self.register_found(channel, &state.regions, maps, round == ROUNDS) && self.fresh.len() == 0 {
                     return Registered::All;
                 }
                 self.take_fresh(pager, channel, &mut state, maps);
             }
-            break;
+            return Registered::Part;
         }
         Registered::Part
     }
 
     /// Registers what is new of what was found. False when some of it is not as it was found: such a mapping is left to the next
     /// round, but in the last one registered as it was found, for one that grows all the time would never be.
-    fn register_found(&mut self, channel: &Channel, state: &State, maps: BorrowedFd<'_>, is_last: bool) -> bool {
+    fn register_found(
+        &mut self,
+        channel: &Channel,
+        regions: &Ranges<REGIONS_MAX>,
+        maps: BorrowedFd<'_>,
+        is_last: bool,
+    ) -> bool {
         self.fresh.clear();
         let Registrar { found, fresh, without_query, .. } = self;
         let mut ask = |at| {
@@ -109,7 +115,7 @@ impl Registrar {
         };
         let mut is_all = true;
         for range in found.iter() {
-            for_each_unknown(&state.regions, range, |new| {
+            for_each_unknown(regions, range, |new| {
                 for_each_whole(new, &mut ask, |part, now| {
                     let register = || channel.uffd.register(part.start, part.end - part.start).is_ok();
                     let is_registered = match now {
@@ -253,6 +259,7 @@ mod tests {
     use super::Now::{Another, AsFound, Larger};
     use super::*;
     use alloc::vec::Vec;
+    use compcache_testkit::features::{Feature, requires};
 
     /// What is said of a range, if these mappings are there.
     fn parts(range: Range<usize>, there: &[(Range<usize>, bool)]) -> Vec<(Range<usize>, Now)> {
@@ -282,6 +289,47 @@ mod tests {
         assert_eq!(parts(20..60, &[(10..70, true)]), [(20..60, Larger)]);
         // It is of a file, or shared.
         assert_eq!(parts(20..60, &[(20..60, false)]), [(20..60, Another)]);
+    }
+
+    #[test]
+    fn a_mapping_that_is_larger_now_waits_for_the_last_round() {
+        use crate::memory::{self, PAGE};
+        if !requires(&[Feature::Userfaultfd, Feature::ProcmapQuery]) {
+            return;
+        }
+        let (uffd, _) = crate::uffd::Uffd::open(false).unwrap();
+        let unreadable = memory::reserve(PAGE).unwrap() as usize;
+        let channel = Channel { pagemap: -1, uffd, way: crate::pager::Way::Remap, gate: 0, unreadable };
+        let maps = crate::process::open(c"/proc/thread-self/maps").unwrap();
+        let maps = rustix::fd::AsFd::as_fd(&maps);
+        // Alone, between two that nobody may touch.
+        let start = memory::reserve(10 * PAGE).unwrap() as usize + PAGE;
+        let whole = start..start + 8 * PAGE;
+        // SAFETY: of a range reserved just now.
+        unsafe { memory::set_access(start, 8 * PAGE, true) }.unwrap();
+        // SAFETY: pairs of numbers are valid when zero.
+        let mut regions: Box<Ranges<REGIONS_MAX>> = unsafe { boxed_zeroed() };
+        let mut registrar = Registrar::new();
+        let mut register = |found: Range<usize>, regions: &Ranges<REGIONS_MAX>, is_last| {
+            registrar.found.clear();
+            registrar.found.add(found);
+            let is_all = registrar.register_found(&channel, regions, maps, is_last);
+            (is_all, registrar.fresh.iter().collect::<Vec<_>>())
+        };
+        let part = start + 2 * PAGE..start + 5 * PAGE;
+        assert_eq!(register(part.clone(), &regions, false), (false, Vec::new()));
+        assert!(!channel.is_registered(part.start), "in part");
+        assert_eq!(register(whole.clone(), &regions, false), (true, Vec::from([whole.clone()])));
+        assert!(channel.is_registered(whole.start) && channel.is_registered(whole.end - PAGE));
+        // What is registered already, and not known of, is found again.
+        assert_eq!(register(part.clone(), &regions, false), (true, Vec::from([part.clone()])));
+        regions.add(whole.clone());
+        assert_eq!(register(whole.clone(), &regions, false), (true, Vec::new()));
+        uffd.unregister(whole.start, whole.end - whole.start).unwrap();
+        regions.clear();
+        assert_eq!(register(part.clone(), &regions, true), (true, Vec::from([part.clone()])));
+        assert!(channel.is_registered(part.start) && !channel.is_registered(whole.start), "as it was found");
+        uffd.close();
     }
 
     #[test]

@@ -25,6 +25,8 @@ pub enum Feature {
     UffdMove,
     /// The `PAGEMAP_SCAN` request, Linux 6.7 and later.
     PagemapScan,
+    /// The `PROCMAP_QUERY` request, Linux 6.11 and later.
+    ProcmapQuery,
     /// A kernel zram device that is free, or one that can be added.
     ZramDevice,
     /// The kernel's zswap.
@@ -66,6 +68,7 @@ impl Feature {
             Feature::Userfaultfd => uffd_features().map(drop),
             Feature::UffdMove => bit(uffd_features()?, 16, "the kernel's userfaultfd has no MOVE (Linux 6.8)"),
             Feature::PagemapScan => pagemap_scan(),
+            Feature::ProcmapQuery => since((6, 11)),
             Feature::ZramDevice => zram(),
             Feature::Zswap => exists("/sys/module/zswap/parameters/enabled"),
             Feature::CgroupMemoryV1 => exists("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
