@@ -1,7 +1,7 @@
 //! The node of a block device that is ours, and who uses it, as far as the system says.
 //!
-//! It is read from `/proc` and `/sys`, and no file that lies on any file system is touched: a look at one whose server is
-//! dead would hang.
+//! It is read from `/proc` and `/sys`. Of what others have open only the kind is asked, in the way that asks no file system's server: one that is
+//! dead, or is this process, would not answer.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -16,6 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use linux_raw_sys::general::O_EXCL;
+use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 use rustix::io::Errno;
 
 /// How long somebody who only looks (udev and its probes, when a device appears) may have the device open.
@@ -37,7 +38,7 @@ pub enum Holder {
         /// Where.
         at: PathBuf,
     },
-    /// A block device above it, of the device mapper or of md.
+    /// A block device above it: of the device mapper, of md, or a loop device.
     #[error("the block device {} lies on it", name.display())]
     Stacked {
         /// Its name in `/sys/block`.
@@ -83,8 +84,10 @@ impl Node {
     /// Who uses the device now: mounted it, swaps to it, or has it open.
     pub fn holder(&self) -> Option<Holder> {
         match self.open_exclusive() {
-            Ok(claimed) => self.opened_by(claimed.as_raw_fd()),
+            Ok(claimed) => self.used_by(claimed.as_raw_fd()),
             Err(error) if is_busy(&error) => Some(self.user()),
+            // There is no such device, and so nobody who uses it.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             // It cannot be looked at, so it cannot be said to be free.
             Err(_) => Some(Holder::Unknown),
         }
@@ -115,7 +118,7 @@ impl Node {
         if !is_ours() {
             return Ok(None);
         }
-        while let Some(by) = self.opened_by(claimed.as_raw_fd()) {
+        while let Some(by) = self.used_by(claimed.as_raw_fd()) {
             if Instant::now() > give_up {
                 return Err(NotClaimed::InUse(by));
             }
@@ -126,7 +129,42 @@ impl Node {
 
     /// Who keeps it from being claimed.
     pub fn user(&self) -> Holder {
-        self.claimed_by().or_else(|| self.opened_by(-1)).unwrap_or(Holder::Unknown)
+        self.claimed_by().or_else(|| self.used_by(-1)).unwrap_or(Holder::Unknown)
+    }
+
+    /// Who uses it without a claim to it: a loop device, or a process that has it open, other than through descriptor `ours` of this one.
+    pub fn used_by(&self, ours: i32) -> Option<Holder> {
+        let numbers = self.numbers();
+        let above = self.loop_device(&numbers).map(|name| Holder::Stacked { name: name.into() });
+        above.or_else(|| self.opened_by(ours, &numbers))
+    }
+
+    /// A loop device over it or a partition, by any name in /dev.
+    fn loop_device(&self, numbers: &[(u32, u32)]) -> Option<String> {
+        let is_above = |over: &Path| self.is_it(over) || over.starts_with("/dev") && is_one_of(over, numbers);
+        loop_devices().find(|(_, over)| is_above(over)).map(|(name, _)| name)
+    }
+
+    /// Whether a path, as the kernel tells it, is the node's or that of a partition.
+    fn is_it(&self, path: &Path) -> bool {
+        let rest = path.strip_prefix("/dev").ok().and_then(|name| name.to_str()?.strip_prefix(&self.name));
+        rest.is_some_and(|rest| {
+            let partition = rest.strip_prefix('p').unwrap_or("none");
+            rest.is_empty() || !partition.is_empty() && partition.bytes().all(|byte| byte.is_ascii_digit())
+        })
+    }
+
+    /// The numbers of the device and its partitions.
+    fn numbers(&self) -> Vec<(u32, u32)> {
+        let directory = Path::new("/sys/class/block").join(&self.name);
+        let partitions = fs::read_dir(&directory).into_iter().flatten().flatten().map(|entry| entry.path());
+        let partitions = partitions.filter(|path| path.join("partition").exists());
+        let numbers = std::iter::once(directory.clone()).chain(partitions).filter_map(|device| {
+            let number = fs::read_to_string(device.join("dev")).ok()?;
+            let (major, minor) = number.trim().split_once(':')?;
+            Some((major.parse().ok()?, minor.parse().ok()?))
+        });
+        numbers.collect()
     }
 
     fn open_exclusive(&self) -> io::Result<File> {
@@ -148,17 +186,19 @@ impl Node {
         above.find_map(Result::ok).map(|entry| Holder::Stacked { name: entry.file_name().into() })
     }
 
-    /// A process that has it open, other than through descriptor `ours` of this one.
-    pub fn opened_by(&self, ours: i32) -> Option<Holder> {
-        let node = self.path();
+    /// A process that has it or a partition open, under whatever name, other than through descriptor `ours` of this one.
+    fn opened_by(&self, ours: i32, numbers: &[(u32, u32)]) -> Option<Holder> {
         for process in fs::read_dir("/proc").ok()?.filter_map(Result::ok) {
             let Some(pid) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
             // A process that has just ended has no descriptors.
             let Ok(descriptors) = fs::read_dir(process.path().join("fd")) else { continue };
             let is_ours = |name: OsString| pid == process::id() && name.to_str() == Some(&ours.to_string());
-            let opened = descriptors
-                .filter_map(Result::ok)
-                .any(|one| fs::read_link(one.path()).is_ok_and(|path| path == node) && !is_ours(one.file_name()));
+            let opened = descriptors.filter_map(Result::ok).any(|one| {
+                // Sockets and their like have no path.
+                let path = fs::read_link(one.path()).ok().filter(|path| path.is_absolute());
+                let is_it = path.is_some_and(|path| self.is_it(&path) || is_one_of(&one.path(), numbers));
+                is_it && !is_ours(one.file_name())
+            });
             if opened {
                 let mut name = fs::read(process.path().join("comm")).unwrap_or_default();
                 name.truncate(name.trim_ascii_end().len());
@@ -167,6 +207,36 @@ impl Node {
         }
         None
     }
+}
+
+/// A loop device over the file or the block device, or over a partition of it. Of files names are compared, and nothing is looked at: one may be our own process's.
+pub fn loop_device_over(path: &Path) -> Option<PathBuf> {
+    let device = path.strip_prefix("/dev").ok().and_then(|name| name.to_str()).map(|name| Node::new(name.to_owned()));
+    let above = match device {
+        Some(node) => node.loop_device(&node.numbers()),
+        None => loop_devices().find(|(_, over)| over == path).map(|(name, _)| name),
+    };
+    above.map(|name| Path::new("/dev").join(name))
+}
+
+/// The loop devices of this machine, and the path that each lies on as the kernel tells it.
+fn loop_devices() -> impl Iterator<Item = (String, PathBuf)> {
+    let devices = fs::read_dir("/sys/block").into_iter().flatten().flatten();
+    devices.filter_map(|entry| {
+        let name = entry.file_name().into_string().ok()?;
+        let over = fs::read(format!("/sys/block/{name}/loop/backing_file")).ok()?;
+        let over = over.strip_suffix(b"\n").unwrap_or(&over);
+        Some((name, Path::new(OsStr::from_bytes(over)).to_owned()))
+    })
+}
+
+/// Whether what is open or lies there is one of the block devices. Nobody is asked who serves a file system.
+fn is_one_of(path: &Path, numbers: &[(u32, u32)]) -> bool {
+    let seen = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE);
+    seen.is_ok_and(|seen| {
+        let is_block_device = FileType::from_raw_mode(seen.stx_mode.into()) == FileType::BlockDevice;
+        is_block_device && numbers.contains(&(seen.stx_rdev_major, seen.stx_rdev_minor))
+    })
 }
 
 /// The tables of mounts of this machine, one for each mount namespace: a server may have its own, and so have containers.
@@ -234,6 +304,17 @@ mod tests {
         assert_eq!(mounted_at(MOUNTS, "259:4", Path::new("/dev/ublkb4")), Some(PathBuf::from("/mnt/tree")));
         assert_eq!(mounted_at(MOUNTS, "7:33", Path::new("/dev/loop33")), None);
         assert_eq!(mounted_at(MOUNTS, "", Path::new("/dev/ublkb5")), None, "a device that has gone has no number");
+    }
+
+    #[test]
+    fn a_partition_is_the_device_and_another_device_is_not() {
+        let node = Node::new("ublkb1".to_owned());
+        for path in ["/dev/ublkb1", "/dev/ublkb1p1", "/dev/ublkb1p12"] {
+            assert!(node.is_it(Path::new(path)), "{path}");
+        }
+        for path in ["/dev/ublkb12", "/dev/ublkb1p", "/dev/ublkb1px", "/dev/ublkb", "/ublkb1", "/mnt/dev/ublkb1"] {
+            assert!(!node.is_it(Path::new(path)), "{path}");
+        }
     }
 
     #[test]

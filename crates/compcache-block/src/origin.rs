@@ -31,6 +31,7 @@ use rustix::io::{Errno, ReadWriteFlags, pread, pwritev2};
 
 use crate::device::{BLOCK_BYTES, BlockDevice, Lane};
 use crate::error::DeviceError;
+use crate::node::loop_device_over;
 use crate::stripes::Stripes;
 
 /// What file systems in files are made for.
@@ -80,7 +81,7 @@ pub enum OriginError {
         /// Which.
         path: PathBuf,
     },
-    /// A loop device is set up over the file.
+    /// A loop device is set up over it.
     #[error("{} is in use by {}; detach that first (losetup -d)", path.display(), by.display())]
     UnderLoop {
         /// Which.
@@ -140,9 +141,10 @@ impl Origin {
             if let Err(Errno::WOULDBLOCK) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 return Err(OriginError::Locked { path: whole });
             }
-            if let Some(by) = loop_device_over(&whole) {
-                return Err(OriginError::UnderLoop { path: whole, by });
-            }
+        }
+        // Which claims neither a file nor a device.
+        if let Some(by) = loop_device_over(&whole) {
+            return Err(OriginError::UnderLoop { path: whole, by });
         }
         let all_bytes = file.seek(SeekFrom::End(0)).map_err(failed)?;
         let left_out_bytes = all_bytes % BLOCK_BYTES as u64;
@@ -257,15 +259,6 @@ impl BlockDevice for Origin {
 
 fn below(errno: Errno) -> DeviceError {
     DeviceError::Below { errno: errno.raw_os_error() }
-}
-
-/// A loop device over the file. Names are compared, and nothing is looked at: a file may be one of our own process's.
-fn loop_device_over(file: &Path) -> Option<PathBuf> {
-    let devices = fs::read_dir("/sys/block").ok()?;
-    devices.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).find_map(|name| {
-        let over = fs::read(format!("/sys/block/{name}/loop/backing_file")).ok()?;
-        (over.strip_suffix(b"\n")? == file.as_os_str().as_encoded_bytes()).then(|| Path::new("/dev").join(name))
-    })
 }
 
 #[cfg(test)]

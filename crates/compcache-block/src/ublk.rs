@@ -137,7 +137,7 @@ pub struct Ublk {
     waiting: Arc<Waiting<Job>>,
     threads: Vec<JoinHandle<()>>,
     waiting_threads: Vec<JoinHandle<()>>,
-    /// Nothing is left of it.
+    /// It is not ours any more, and nor is its number.
     removed: bool,
 }
 
@@ -286,12 +286,11 @@ impl Ublk {
     }
 
     /// Takes the disk away, and returns when nothing is left of it. What its users wrote was answered by the device
-    /// before.
+    /// before. Of a device that somebody opened in the moment it was stopped its number is left, until he closes it.
     ///
     /// # Errors
-    /// The disk is given back. [`UblkError::InUse`]: nothing was changed; or somebody opened the device in the moment it
-    /// was stopped, and it is gone when he closes it. [`UblkError::Step`]: some of it is removed, and calling again goes on
-    /// from there.
+    /// The disk is given back. [`UblkError::InUse`]: nothing was changed. [`UblkError::Step`]: some of it is removed, and
+    /// calling again goes on from there.
     pub fn remove(mut self) -> Result<(), Box<NotRemoved>> {
         match self.take_down(false) {
             Ok(()) => Ok(()),
@@ -305,10 +304,9 @@ impl Ublk {
             return Ok(());
         }
         let node = block_node(self.number);
-        let in_use = |by| UblkError::InUse { path: self.path.clone(), by };
         let claimed = match self.started && !by_force {
             true => node.claim(|| node.path().exists()).map_err(|not| match not {
-                NotClaimed::InUse(by) => in_use(by),
+                NotClaimed::InUse(by) => UblkError::InUse { path: self.path.clone(), by },
                 NotClaimed::Open(error) => UblkError::at(Step::Open, &self.path)(error),
             })?,
             false => None,
@@ -322,10 +320,8 @@ impl Ublk {
         self.waiting.close();
         self.waiting_threads.drain(..).for_each(|thread| drop(thread.join()));
         self.character = None;
-        let gone = control.delete(self.number, DELETED_WITHIN).map_err(UblkError::at(Step::Delete, &self.path))?;
-        if !gone && !by_force {
-            return Err(in_use(Holder::Unknown));
-        }
+        // From here on the number is not ours: if it is not free yet, it will be when its last user closes it, and then another device's.
+        control.delete(self.number, DELETED_WITHIN).map_err(UblkError::at(Step::Delete, &self.path))?;
         self.removed = true;
         Ok(())
     }

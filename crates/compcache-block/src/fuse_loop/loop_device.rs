@@ -128,7 +128,7 @@ impl LoopDevice {
         let give_up = Instant::now() + LOOKED_AT;
         while self.is_attached() {
             if Instant::now() > give_up {
-                return Err(in_use(node.opened_by(-1).unwrap_or(Holder::Unknown)));
+                return Err(in_use(node.used_by(-1).unwrap_or(Holder::Unknown)));
             }
             thread::sleep(PAUSE);
         }

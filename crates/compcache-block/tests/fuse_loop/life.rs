@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
@@ -11,10 +11,28 @@ use compcache_block::{Array, BLOCK_BYTES};
 use tempfile::TempDir;
 
 use crate::support::{
-    Aligned, Mounted, Served, assert_nothing_left, backing_file, can_serve, disk, fill_run, options, run,
+    Aligned, Mounted, Served, assert_nothing_left, backing_file, can_serve, disk, fill_run, open_by_another_name,
+    options, run,
 };
 
 const MIB: u64 = 1 << 20;
+
+/// A loop device over a block device, detached when dropped.
+struct LoopOver(PathBuf);
+
+impl LoopOver {
+    fn new(device: &Path) -> LoopOver {
+        let made = Command::new("losetup").args(["--find", "--show"]).arg(device).output().unwrap();
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        LoopOver(PathBuf::from(String::from_utf8(made.stdout).unwrap().trim()))
+    }
+}
+
+impl Drop for LoopOver {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("-d").arg(&self.0).output();
+    }
+}
 
 fn sectors(device: &Path) -> u64 {
     let path = format!("/sys/block/{}/size", device.file_name().unwrap().to_str().unwrap());
@@ -77,7 +95,7 @@ fn a_disk_takes_a_new_size_while_it_is_open() {
 
 #[test]
 fn a_disk_in_use_is_not_removed_and_says_by_whom() {
-    if !can_serve(&["mkfs.ext4", "mount"]) {
+    if !can_serve(&["mkfs.ext4", "mount", "losetup"]) {
         return;
     }
     let Served { disk: served, parent } = Served::new(disk(16 * MIB));
@@ -97,6 +115,19 @@ fn a_disk_in_use_is_not_removed_and_says_by_whom() {
     let said = |error: &FuseLoopError| matches!(error, FuseLoopError::InUse { by: Holder::Process { pid, .. }, .. } if *pid == us);
     assert!(said(&refused.error), "{}", refused.error);
     drop(open);
+
+    // Neither claims the device, and one has another name for it.
+    let above = LoopOver::new(&path);
+    let refused = refused.disk.remove().unwrap_err();
+    let by = Holder::Stacked { name: above.0.file_name().unwrap().into() };
+    assert!(matches!(&refused.error, FuseLoopError::InUse { by: said, .. } if *said == by), "{}", refused.error);
+    assert_eq!(refused.disk.holder(), Some(by));
+    drop(above);
+    let open = open_by_another_name(&path);
+    let refused = refused.disk.remove().unwrap_err();
+    assert!(said(&refused.error), "{}", refused.error);
+    drop(open);
+
     refused.disk.remove().unwrap();
     assert_nothing_left(parent.path(), &path);
 }

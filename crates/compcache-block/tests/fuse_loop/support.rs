@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use crate::blocks::{Mounted, disk, fill_run, open_direct, run};
+pub use crate::blocks::{Mounted, disk, fill_run, open_by_another_name, open_direct, run};
 use compcache_block::BlockDevice;
 use compcache_block::fuse_loop::{FuseLoop, FuseLoopOptions};
 pub use compcache_cache::Aligned;

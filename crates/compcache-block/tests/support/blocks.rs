@@ -1,7 +1,7 @@
 //! Disks, what their blocks hold, and the programs that use them.
 
 use std::fs::{File, OpenOptions};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -46,6 +46,17 @@ pub fn run(program: &str, arguments: &[&str]) {
     let output = Command::new(program).args(arguments).output().unwrap();
     let (out, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{program} {arguments:?}: {}\n{out}\n{error}", output.status);
+}
+
+/// A block device opened under a name of another directory, which nobody knows any more.
+pub fn open_by_another_name(device: &Path) -> File {
+    let number = std::fs::metadata(device).unwrap().rdev();
+    // Other file systems may be mounted so that devices cannot be opened there.
+    let directory = tempfile::tempdir_in("/dev").unwrap();
+    let alias = directory.path().join("alias");
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    rustix::fs::mknodat(rustix::fs::CWD, &alias, rustix::fs::FileType::BlockDevice, mode, number).unwrap();
+    File::open(alias).unwrap()
 }
 
 /// A mounted file system, unmounted when dropped.

@@ -1,7 +1,8 @@
 //! A disk's life: what kind of device it is, its users, a new size, its removal, company, and a user who may not.
 
 use std::fs;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread;
@@ -10,12 +11,13 @@ use std::time::Duration;
 use compcache_block::ublk::{Holder, Ublk, UblkError, clean};
 use compcache_block::{Array, BLOCK_BYTES, Delayed};
 use compcache_testkit::features::{Feature, requires};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use tempfile::TempDir;
 
 use crate::spied::Spied;
 use crate::support::{
-    AT_LAST, Aligned, Mounted, Served, assert_nothing_left, attribute, can_serve, disk, fill_run, open_direct, options,
-    run, wait_for,
+    AT_LAST, Aligned, Mounted, Served, assert_nothing_left, attribute, can_serve, disk, fill_run, open_by_another_name,
+    open_direct, options, run, wait_for,
 };
 
 const MIB: u64 = 1 << 20;
@@ -140,6 +142,10 @@ fn a_disk_in_use_is_not_removed_and_says_by_whom() {
     assert!(by(&refused.error), "{}", refused.error);
     assert!(matches!(refused.disk.holder(), Some(Holder::Process { pid, .. }) if pid == us));
     drop(open);
+    let open = open_by_another_name(&path);
+    let refused = refused.disk.remove().unwrap_err();
+    assert!(by(&refused.error), "{}", refused.error);
+    drop(open);
 
     run("mkswap", &[device]);
     run("swapon", &[device]);
@@ -149,6 +155,31 @@ fn a_disk_in_use_is_not_removed_and_says_by_whom() {
     assert!(matches!(refused.error, UblkError::InUse { by: Holder::Swap, .. }), "{}", refused.error);
     refused.disk.remove().unwrap();
     assert_nothing_left(&path);
+}
+
+#[test]
+fn a_disk_is_gone_although_somebody_who_was_not_seen_keeps_its_number() {
+    if !can_serve(&["losetup"]) || !requires(&[Feature::Loop]) {
+        return;
+    }
+    let served = Served::new(disk(MIB)).0;
+    let path = served.path().to_owned();
+    let number = fs::metadata(&path).unwrap().rdev();
+    let directory = TempDir::new().unwrap();
+    let alias = directory.path().join("alias");
+    mknodat(CWD, &alias, FileType::BlockDevice, Mode::from_raw_mode(0o600), number).unwrap();
+    let alias = alias.to_str().unwrap();
+    run("losetup", &["-f", alias]);
+    let above = fs::read_dir("/sys/block")
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .find(|device| fs::read_to_string(device.join("loop/backing_file")).is_ok_and(|over| over.trim_end() == alias));
+    let above = Path::new("/dev").join(above.expect("a loop device over it").file_name().unwrap());
+    served.remove().expect("it was stopped, and nobody can have it back");
+    assert!(!path.exists());
+    run("losetup", &["-d", above.to_str().unwrap()]);
+    wait_for("its number is free", || !crate::support::character(&path).exists());
+    Served::new(disk(MIB)).remove();
 }
 
 #[test]

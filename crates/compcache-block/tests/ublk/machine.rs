@@ -20,6 +20,7 @@ fn a_stock_kernels_ublk_holds_all_of_it() {
     }
     let mut vm = Vm::new(&Kernel::stock().unwrap()).unwrap();
     vm.module("ublk_drv", "").unwrap();
+    vm.module("loop", "").unwrap();
     vm.program(&env::current_exe().unwrap(), "/bin/suite").unwrap();
     for name in PROGRAMS {
         vm.program(&find_program(name).unwrap(), &format!("/bin/{name}")).unwrap();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-pub use crate::blocks::{Mounted, disk, fill_run, open_direct, run};
+pub use crate::blocks::{Mounted, disk, fill_run, open_by_another_name, open_direct, run};
 use compcache_block::BlockDevice;
 use compcache_block::ublk::{Ublk, UblkOptions};
 pub use compcache_cache::Aligned;
