@@ -197,11 +197,14 @@ impl CachedLane {
     }
 
     /// As [`CachedLane::change`] for a range of any length, in steps; `from` is what its bytes are then, or nothing if that is not known.
+    ///
+    /// A forced change is a flush, too: if it fails, nobody knows what lies below, and what is kept may be what did not get there.
     fn change_range(
         &mut self,
         offset_bytes: u64,
         length_bytes: u64,
         from: &[u8],
+        manner: Manner,
         counter: fn(&Cached) -> &AtomicU64,
         mut change: impl FnMut(&mut dyn Lane, u64, u64) -> Result<Outcome, DeviceError>,
     ) -> Result<Outcome, DeviceError> {
@@ -215,7 +218,11 @@ impl CachedLane {
             } else {
                 whole_pages(next, &from[(next - offset_bytes) as usize..][..length as usize])
             };
-            done!(self.change(touched(next, length), pages, counter, |below| change(below, next, length)));
+            let changed = self.change(touched(next, length), pages, counter, |below| change(below, next, length));
+            if changed.is_err() && manner.fua {
+                self.disk.cache.clear();
+            }
+            done!(changed);
             next = step_end;
         }
         Ok(Outcome::Done(()))
@@ -254,19 +261,14 @@ impl Lane for CachedLane {
             return Ok(Outcome::MustWait);
         }
         let length_bytes = from.len() as u64;
-        let written = self.change_range(
+        self.change_range(
             offset_bytes,
             length_bytes,
             from,
+            manner,
             |disk| &disk.counted.writes,
             |below, at, length| below.write(at, &from[(at - offset_bytes) as usize..][..length as usize], manner),
-        );
-        // It was a flush, too.
-        written.inspect_err(|_| {
-            if manner.fua {
-                self.disk.cache.clear()
-            }
-        })
+        )
     }
 
     /// After a flush that failed nobody knows what lies below: what is kept may be what did not get there.
@@ -288,6 +290,7 @@ impl Lane for CachedLane {
             offset_bytes,
             length_bytes,
             &[],
+            manner,
             |disk| &disk.counted.discards,
             |below, at, length| below.discard(at, length, manner),
         )
@@ -308,6 +311,7 @@ impl Lane for CachedLane {
             offset_bytes,
             length_bytes,
             &[],
+            manner,
             |disk| &disk.counted.writes,
             |below, at, length| below.write_zeroes(at, length, zeroes, manner),
         )

@@ -233,7 +233,7 @@ fn a_block_that_cannot_be_read_below_hurts_nobody_while_it_is_in_the_pool() {
 
 #[test]
 fn after_a_flush_that_failed_everything_is_read_anew() {
-    for (request, fua) in [(Request::Flush, false), (Request::Write, true)] {
+    for request in [Request::Flush, Request::Write, Request::Discard, Request::WriteZeroes] {
         let fault = Fault { request, offsets_bytes: 4096..8192, one_in: 1, errno: 5 };
         let disk = cached(Arc::new(Faulty::new(array(), 1, vec![fault])));
         let mut worker = disk.cache().worker().unwrap();
@@ -242,9 +242,12 @@ fn after_a_flush_that_failed_everything_is_read_anew() {
         read(&mut lane, 300);
         lane.write(400 * BLOCK, &content(400, 1), WAITING).unwrap();
         assert_eq!(disk.cache().stats().pages_stored, 1);
-        let failed = match fua {
-            false => lane.flush(WAITING),
-            true => lane.write(4096, &[1; 4096], Manner { fua, ..WAITING }),
+        let forced = Manner { fua: true, ..WAITING };
+        let failed = match request {
+            Request::Write => lane.write(4096, &[1; 4096], forced),
+            Request::Discard => lane.discard(4096, 4096, forced),
+            Request::WriteZeroes => lane.write_zeroes(4096, 4096, Zeroes::MayBeHoles, forced),
+            _ => lane.flush(WAITING),
         };
         assert_eq!(failed, Err(DeviceError::Below { errno: 5 }));
         disk.cache().keep_written(&mut worker, Duration::ZERO);
