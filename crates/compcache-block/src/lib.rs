@@ -83,4 +83,5 @@ pub use device::{BLOCK_BYTES, BlockDevice, Extent, Lane, Manner, Outcome, Reques
 pub use disk::Disk;
 pub use error::DeviceError;
 pub use faulty::{Fault, Faulty};
+pub use node::loop_device_over;
 pub use origin::{Origin, OriginError};

@@ -20,7 +20,7 @@ mod lane;
 use std::fs::{self, OpenOptions};
 use std::io::{IoSlice, Seek, SeekFrom};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -45,8 +45,6 @@ pub struct Origin {
     left_out_bytes: u64,
     sector_bytes: u32,
     is_direct: bool,
-    /// Of the device itself, or of the file system that the file is on.
-    device: u64,
     stripes: Stripes,
 }
 
@@ -159,7 +157,6 @@ impl Origin {
             left_out_bytes,
             sector_bytes,
             is_direct: direct.is_ok(),
-            device: if is_device { there.rdev() } else { there.dev() },
             stripes: Stripes::new(lane::SEGMENT_BLOCKS),
         })
     }
@@ -177,11 +174,6 @@ impl Origin {
     /// Whether the page cache is left out.
     pub fn is_direct(&self) -> bool {
         self.is_direct
-    }
-
-    /// The number of the device it is, or is on.
-    pub fn device(&self) -> u64 {
-        self.device
     }
 
     /// Reads whole blocks into aligned memory.

@@ -201,7 +201,7 @@ fn kinds_at<'m>(mounts: &'m str, target: &Path) -> Vec<&'m str> {
 }
 
 /// The kernel writes blanks, tabs, line ends and backslashes as octal numbers.
-fn unescaped(place: &str) -> String {
+pub fn unescaped(place: &str) -> String {
     [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
         .iter()
         .fold(place.to_owned(), |place, (escape, plain)| place.replace(escape, plain))

@@ -19,6 +19,7 @@
 //! serves a request.
 
 mod backing;
+mod below;
 mod boost;
 mod cold;
 mod disks;

@@ -28,14 +28,16 @@ use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
+use compcache_block::loop_device_over;
 use compcache_store::{
     Backing, BackingConfig, BackingStats, DailyWrites, FileMedium, Health, Leaving, Pool, Store, Worker,
 };
-use rustix::fs::{OFlags, major, minor};
+use rustix::fs::OFlags;
 
 use crate::control::{BackingChange, BackingState, BackingWanted, DailyState, Reply};
 use crate::kernel::clock_ns;
 use crate::run::say;
+use crate::serve::below::{not_bare, refuse_own};
 use crate::serve::pressure::Pressure;
 use crate::serve::relief::{Relief, Signs};
 use crate::size::Shown;
@@ -61,8 +63,6 @@ const ABOVE_PERCENTS: std::ops::RangeInclusive<u8> = 10..=95;
 const NS_PER_S: u64 = 1_000_000_000;
 /// What is written for swap at a time, unless told otherwise: six times as much is locked in memory.
 const SWAP_BATCH_BYTES: usize = 256 << 10;
-/// Devices that ask for memory when they are written to; ours are among them.
-const NOT_BARE: [&str; 4] = ["loop", "zram", "nbd", "ublkb"];
 /// How long who ends a disk waits for its thread, which makes the beginning of a device zeroes.
 const ENDED_WITHIN: Duration = Duration::from_secs(5);
 
@@ -77,12 +77,18 @@ pub struct DiskBacking {
 }
 
 impl DiskBacking {
-    /// Opens, or makes, what is wanted for a disk of `disk_bytes`.
+    /// Opens, or makes, what is wanted for a disk of `disk_bytes`. `own_devices` are those this server serves.
     ///
     /// # Errors
     /// It cannot be had, or holds something; nothing of it was changed, and no file is left behind.
-    pub fn open(wanted: &BackingWanted, disk_bytes: u64, for_swap: bool) -> anyhow::Result<DiskBacking> {
+    pub fn open(
+        wanted: &BackingWanted,
+        disk_bytes: u64,
+        for_swap: bool,
+        own_devices: &[String],
+    ) -> anyhow::Result<DiskBacking> {
         let path = wanted.path.clone();
+        refuse_own(&path, own_devices)?;
         let (file, device_bytes) = match fs::metadata(&path) {
             Ok(there) if there.file_type().is_block_device() => {
                 if let Some(part) = for_swap.then(|| not_bare(there.rdev())).flatten() {
@@ -265,28 +271,11 @@ fn make_file(path: &Path) -> anyhow::Result<File> {
     Ok(file)
 }
 
-/// A device that asks for memory when it is written to, if `device` is one, a part of one, or lies on one. What the kernel does not show of
-/// where it lies is believed.
-fn not_bare(device: u64) -> Option<String> {
-    let place = format!("/sys/dev/block/{}:{}", major(device), minor(device));
-    not_bare_at(&fs::canonicalize(place).ok()?)
-}
-
-fn not_bare_at(place: &Path) -> Option<String> {
-    let mut names = place.iter().filter_map(|name| name.to_str());
-    let own = names.rfind(|name| NOT_BARE.iter().any(|kind| is_of_kind(name, kind))).map(str::to_owned);
-    // Of a partition those of the disk count.
-    let below = [place.join("slaves"), place.parent()?.join("slaves")];
-    let mut below = below.iter().filter_map(|slaves| fs::read_dir(slaves).ok()).flatten().flatten();
-    own.or_else(|| below.find_map(|slave| not_bare_at(&fs::canonicalize(slave.path()).ok()?)))
-}
-
-/// The kind, and a number: `loop7`, also `loop7p1`.
-fn is_of_kind(name: &str, kind: &str) -> bool {
-    name.strip_prefix(kind).is_some_and(|number| number.starts_with(|first: char| first.is_ascii_digit()))
-}
-
 fn open_device(path: &Path, overwrite: bool) -> anyhow::Result<(File, u64)> {
+    // Which claims no device.
+    if let Some(by) = fs::canonicalize(path).ok().and_then(|whole| loop_device_over(&whole)) {
+        bail!("{} is in use by {}; detach that first (losetup -d)", path.display(), by.display());
+    }
     // With O_EXCL the kernel gives a block device to nobody but us, and not if it is mounted or swapped to.
     let exclusive = OFlags::EXCL.bits() as i32;
     let opened = OpenOptions::new().read(true).write(true).custom_flags(exclusive).open(path);
@@ -484,27 +473,6 @@ mod tests {
 
     fn of(wanted: &BackingWanted, disk_bytes: u64, device_bytes: u64) -> anyhow::Result<BackingConfig> {
         config(wanted, disk_bytes, device_bytes, BackingConfig::default().segment_bytes)
-    }
-
-    #[test]
-    fn what_takes_memory_to_write_is_found_under_its_parts_and_mappings() {
-        let sys = tempfile::tempdir().unwrap();
-        let at = |path: &str| {
-            let path = sys.path().join(path);
-            fs::create_dir_all(&path).unwrap();
-            path
-        };
-        assert_eq!(not_bare_at(&at("virtio1/block/vda/vda1")), None);
-        assert_eq!(not_bare_at(&at("virtual/block/loop0/loop0p1")).as_deref(), Some("loop0p1"));
-        assert_eq!(not_bare_at(&at("virtual/block/ublkb12")).as_deref(), Some("ublkb12"));
-        assert_eq!(not_bare_at(&at("virtual/block/loopback")), None, "another kind");
-        let mapped = at("virtual/block/dm-1/slaves").parent().unwrap().to_owned();
-        std::os::unix::fs::symlink(at("virtual/block/vda"), mapped.join("slaves/vda")).unwrap();
-        assert_eq!(not_bare_at(&mapped), None);
-        std::os::unix::fs::symlink(at("virtual/block/zram3"), mapped.join("slaves/zram3")).unwrap();
-        assert_eq!(not_bare_at(&mapped).as_deref(), Some("zram3"));
-        let part = at("virtual/block/dm-1/dm-1p1");
-        assert_eq!(not_bare_at(&part).as_deref(), Some("zram3"), "it lies on what the whole lies on");
     }
 
     fn wanted() -> BackingWanted {

@@ -71,6 +71,11 @@ impl Named {
             .sum()
     }
 
+    /// Where all of them are found.
+    fn devices(&self) -> Vec<String> {
+        self.by_name.values().map(|disk| disk.wire.at()).collect()
+    }
+
     /// The name that is wanted, or one that is free.
     fn name_for(&self, wanted: Option<&str>) -> anyhow::Result<String> {
         if self.ending {
@@ -132,8 +137,8 @@ impl Disks {
         let name = disks.name_for(wanted.name.as_deref())?;
         let limit_bytes = wanted.limit_bytes.unwrap_or(u64::MAX);
         let config = PoolConfig { codec: codec.of_store(), limit_bytes };
-        let mut backing =
-            backing.map(|backing| DiskBacking::open(backing, wanted.size_bytes, wanted.for_swap)).transpose()?;
+        let open = |backing| DiskBacking::open(backing, wanted.size_bytes, wanted.for_swap, &disks.devices());
+        let mut backing = backing.map(open).transpose()?;
         let pool = match &backing {
             Some(backing) => self.store.create_pool_on(config, backing.backing())?,
             None => self.store.create_pool(config)?,
@@ -161,8 +166,7 @@ impl Disks {
         let mut disks = self.lock();
         let name = disks.name_for(wanted.name.as_deref())?;
         self.refuse_too_much(disks.cache_bytes(), origin.memory_bytes)?;
-        let own_devices: Vec<String> = disks.by_name.values().map(|disk| disk.wire.at()).collect();
-        let origin = DiskOrigin::open(origin, codec, &own_devices)?;
+        let origin = DiskOrigin::open(origin, codec, &disks.devices())?;
         let wire = Wire::start(&name, origin.device(), &wanted.at, false, &self.directory)?;
         let (shows, recompress) = (Shows::Origin(origin), Recompress::NEVER);
         let attached = Attached { shows, codec, recompress, wire, for_swap: false, backing: None };

@@ -5,8 +5,6 @@
 //!
 //! An origin that lies on one of this server's own disks is refused: the server would wait for itself.
 
-use std::fs;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -18,6 +16,7 @@ use compcache_cache::{Cache, CacheStats};
 use crate::cli::Codec;
 use crate::control::{OriginState, OriginWanted};
 use crate::run::say;
+use crate::serve::below::refuse_own;
 use crate::size::Shown;
 
 /// Below this there is no room for the tables, and nothing would be kept.
@@ -36,14 +35,8 @@ impl DiskOrigin {
     /// It cannot be had; nothing of it was changed.
     pub fn open(wanted: &OriginWanted, codec: Codec, own_devices: &[String]) -> anyhow::Result<DiskOrigin> {
         refuse_little(wanted.memory_bytes)?;
+        refuse_own(&wanted.path, own_devices)?;
         let origin = Arc::new(Origin::open(&wanted.path)?);
-        let is_ours = |device: &&String| {
-            let there = fs::metadata(device).ok();
-            there.is_some_and(|there| there.file_type().is_block_device() && there.rdev() == origin.device())
-        };
-        if let Some(device) = own_devices.iter().find(is_ours) {
-            bail!("{} is on {device}, a disk of this server, which would wait for itself", origin.path().display());
-        }
         if !origin.is_direct() {
             say(&format!(
                 "compcache: the file system of {} has no direct input and output; the page cache will hold a part of it, too\n",

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
 
-use crate::support::{Mounted, PATIENCE, Server, backing_file, said, scratch};
+use crate::support::{LoopDevice, Mounted, PATIENCE, Server, backing_file, said, scratch};
 
 const MIB: usize = 1 << 20;
 const BLOCK: usize = 4096;
@@ -460,6 +460,36 @@ fn a_backing_that_makes_no_sense_is_refused_with_the_reason_and_nothing_is_overw
 }
 
 #[test]
+fn a_place_on_a_disk_of_the_same_server_is_no_backing_and_no_origin() {
+    if !requires(&LOOP_DEVICE) || !requires(&[Feature::Program("mkfs.ext4"), Feature::Program("nsenter")]) {
+        return;
+    }
+    let server = Server::start(&["--memory", "64M"]);
+    let at = server.directory.path().join("mnt");
+    fs::create_dir(&at).expect("the scratch directory can be written to");
+    let at = at.display().to_string();
+    let device =
+        server.ok(&["disk", "create", "--transport", "loop", "--mkfs", "ext4", "--size", "32M"]).trim().to_owned();
+    // Where the server sees it: it has a table of mounts of its own.
+    let in_its_mounts = |program: &str, arguments: &[&str]| {
+        let server = server.child.id().to_string();
+        let line = [&["-t", &server, "-m", program], arguments].concat();
+        assert!(Command::new("nsenter").args(&line).status().is_ok_and(|status| status.success()), "nsenter {line:?}");
+    };
+    in_its_mounts("mount", &[&device, &at]);
+    let (new, old) = (format!("{at}/backing"), format!("{at}/image"));
+    in_its_mounts("truncate", &["-s", "1M", &old]);
+    for place in [&new, &device] {
+        let create = ["disk", "create", "--size", "64M", "--transport", "nbd", "--backing", place];
+        server.refuses(&create, &[place, "a disk of this server"]);
+    }
+    server.refuses(&["disk", "create", "--transport", "nbd", "--origin", &old], &[&old, "a disk of this server"]);
+    in_its_mounts("test", &["!", "-e", &new]);
+    in_its_mounts("umount", &[&at]);
+    server.ok(&["disk", "rm", "disk0"]);
+}
+
+#[test]
 fn a_device_is_a_backing_if_nothing_is_on_it_or_that_may_be_overwritten() {
     if !requires(&LOOP_DEVICE) {
         return;
@@ -471,8 +501,14 @@ fn a_device_is_a_backing_if_nothing_is_on_it_or_that_may_be_overwritten() {
     let server = Server::start(&["--memory", "8M"]);
     let create = ["disk", "create", "--name", "d", "--size", "64M", "--transport", "loop", "--backing", &device];
     server.refuses(&create, &["there is something on", &device, "--backing-overwrite"]);
+    {
+        let above = LoopDevice::over(&device);
+        server.refuses(&[&create[..], &["--backing-overwrite"]].concat(), &["in use by", &above.0]);
+        below.refuses(&["disk", "reset", "disk0"], &["stays as it is", above.0.trim_start_matches("/dev/")]);
+    }
     let at = server.ok(&[&create[..], &["--backing-overwrite"]].concat());
     below.refuses(&["disk", "rm", "disk0"], &["in use"]);
+    server.refuses(&["disk", "create", "--size", "64M", "--backing", at.trim()], &["a disk of this server"]);
     let written = contents(24 * MIB);
     assert_eq!(fill(Path::new(at.trim()), &written), written.len() / BLOCK);
     assert!(readable(Path::new(at.trim()), &written).iter().all(|read| *read));

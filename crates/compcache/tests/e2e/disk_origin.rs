@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
 
-use crate::support::{Mounted, PATIENCE, Server, backing_file, beside_others, said};
+use crate::support::{LoopDevice, Mounted, PATIENCE, Server, backing_file, beside_others, said};
 
 const NEEDED: [Feature; 4] = [Feature::Root, Feature::Fuse, Feature::Loop, Feature::Program("mkfs.ext4")];
 const BLOCK: usize = 4096;
@@ -39,19 +39,6 @@ fn place(directory: &Path, name: &str) -> (Mounted, String) {
     let at = directory.join(name);
     fs::create_dir(&at).unwrap();
     (Mounted(at.clone()), at.display().to_string())
-}
-
-fn loop_device_of(file: &str) -> LoopDevice {
-    LoopDevice(run("losetup", &["--find", "--show", file]).trim().to_owned())
-}
-
-/// Detached when dropped.
-struct LoopDevice(String);
-
-impl Drop for LoopDevice {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").args(["-d", &self.0]).status();
-    }
 }
 
 #[test]
@@ -185,7 +172,7 @@ fn a_block_device_is_an_origin_and_nobody_elses_meanwhile() {
     let server = Server::start(&["--memory", "64M"]);
     let directory = server.directory.path();
     let image = image(directory, 256 << 20);
-    let origin = loop_device_of(&image);
+    let origin = LoopDevice::over(&image);
     let (mounted, at) = place(directory, "mnt");
     run("mount", &[&origin.0, &at]);
     let create = ["disk", "create", "--name", "o", "--origin", &origin.0, "--memory", "32M", "--transport", "loop"];

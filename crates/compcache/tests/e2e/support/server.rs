@@ -138,6 +138,24 @@ impl Drop for Mounted {
     }
 }
 
+/// A loop device over a file or a device, by its path; detached when it goes out of scope.
+pub struct LoopDevice(pub String);
+
+impl LoopDevice {
+    #[track_caller]
+    pub fn over(file: &str) -> LoopDevice {
+        let made = Command::new("losetup").args(["--find", "--show", file]).output().expect("losetup can be started");
+        assert!(made.status.success(), "losetup {file}: {}", said(&made));
+        LoopDevice(String::from_utf8_lossy(&made.stdout).trim().to_owned())
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["-d", &self.0]).status();
+    }
+}
+
 /// The file a loop device lies on, if it is in use.
 pub fn backing_file(device: &str) -> Option<String> {
     let name = device.trim().strip_prefix("/dev/")?;
