@@ -80,7 +80,7 @@ pub use clean::{Cleaned, clean};
 pub use error::{FuseLoopError, NotRemoved, Step};
 pub use namespace::own_mounts;
 
-pub use crate::node::Holder;
+pub use crate::node::{Claim, Holder};
 
 use crate::device::BlockDevice;
 use file::OneFile;
@@ -195,9 +195,12 @@ impl FuseLoop {
         self.attached.as_ref().map_or(Ok(()), LoopDevice::resized)
     }
 
-    /// Who uses the loop device at this moment, if anybody does. Somebody may begin to in the next.
-    pub fn holder(&self) -> Option<Holder> {
-        self.attached.as_ref().and_then(LoopDevice::holder)
+    /// Claims the loop device, so that nobody begins to use it.
+    ///
+    /// # Errors
+    /// [`FuseLoopError::InUse`], with who uses it.
+    pub fn claim(&self) -> Result<Claim, FuseLoopError> {
+        self.attached.as_ref().map_or(Ok(Claim(None)), LoopDevice::claim)
     }
 
     /// Takes the disk away, and returns when nothing is left of it. What its users wrote was answered by the device

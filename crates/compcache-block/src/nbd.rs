@@ -104,6 +104,8 @@ struct Shared {
 #[derive(Default)]
 struct Connections {
     stopping: bool,
+    /// Nobody is let in for now.
+    held: bool,
     begun: u64,
     live: HashMap<u64, Connection>,
     /// Threads that are at their end.
@@ -153,6 +155,14 @@ impl NbdServer {
         self.shared.lock().live.values().filter_map(|connection| connection.stream.tcp_peer()).collect()
     }
 
+    /// Lets nobody in as long as the answer lives, if nobody is connected and nobody else holds it.
+    pub fn hold(&self) -> Option<Held<'_>> {
+        let mut connections = self.shared.lock();
+        let is_free = connections.live.is_empty() && !connections.held;
+        connections.held |= is_free;
+        is_free.then(|| Held(&self.shared))
+    }
+
     /// Lets nobody in any more, answers what is in flight, for `grace` at most, and ends all connections and threads. A
     /// request that a device is working on ends when the device says; its answer may not reach the client.
     pub fn stop(mut self, grace: Duration) {
@@ -186,6 +196,16 @@ impl NbdServer {
     }
 }
 
+/// A server that lets nobody in: who connects is hung up on.
+#[must_use = "it ends when it is dropped"]
+pub struct Held<'s>(&'s Shared);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.lock().held = false;
+    }
+}
+
 impl Drop for NbdServer {
     fn drop(&mut self) {
         self.end(GRACE_WHEN_DROPPED);
@@ -205,7 +225,7 @@ impl Shared {
         for thread in std::mem::take(&mut connections.ending) {
             let _ = thread.join();
         }
-        if connections.stopping || connections.live.len() == CONNECTIONS_MAX {
+        if connections.stopping || connections.held || connections.live.len() == CONNECTIONS_MAX {
             return Ok(());
         }
         connections.begun += 1;

@@ -57,6 +57,11 @@ pub enum Holder {
     Unknown,
 }
 
+/// A claim to a block device: as long as it lives nobody mounts the device, swaps to it, or has a device lie on it.
+#[derive(Debug)]
+#[must_use = "it ends when it is dropped"]
+pub struct Claim(pub(crate) Option<File>);
+
 /// Why a node was not claimed.
 #[derive(Debug)]
 pub(crate) enum NotClaimed {
@@ -81,27 +86,13 @@ impl Node {
         Path::new("/dev").join(&self.name)
     }
 
-    /// Who uses the device now: mounted it, swaps to it, or has it open.
-    pub fn holder(&self) -> Option<Holder> {
-        match self.open_exclusive() {
-            Ok(claimed) => self.used_by(claimed.as_raw_fd()),
-            Err(error) if is_busy(&error) => Some(self.user()),
-            // There is no such device, and so nobody who uses it.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            // It cannot be looked at, so it cannot be said to be free.
-            Err(_) => Some(Holder::Unknown),
-        }
-    }
-
-    /// Claims the device unless somebody uses it: as long as the answer is open, nobody mounts it or swaps to it. `None` if
-    /// `is_ours` says that it is not ours any more.
-    ///
-    /// Who has it open for a moment only is waited for.
-    pub fn claim(&self, is_ours: impl Fn() -> bool) -> Result<Option<File>, NotClaimed> {
+    /// Claims the device unless somebody uses it. Who has it open for a moment only is waited for. Of a device that is not ours any more, as
+    /// `is_ours` says, nothing is claimed.
+    pub fn claim(&self, is_ours: impl Fn() -> bool) -> Result<Claim, NotClaimed> {
         let give_up = Instant::now() + LOOKED_AT;
         let claimed = loop {
             if !is_ours() {
-                return Ok(None);
+                return Ok(Claim(None));
             }
             match self.open_exclusive() {
                 Ok(claimed) => break claimed,
@@ -116,7 +107,7 @@ impl Node {
             thread::sleep(PAUSE);
         };
         if !is_ours() {
-            return Ok(None);
+            return Ok(Claim(None));
         }
         while let Some(by) = self.used_by(claimed.as_raw_fd()) {
             if Instant::now() > give_up {
@@ -124,7 +115,7 @@ impl Node {
             }
             thread::sleep(PAUSE);
         }
-        Ok(Some(claimed))
+        Ok(Claim(Some(claimed)))
     }
 
     /// Who keeps it from being claimed.

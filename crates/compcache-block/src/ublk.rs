@@ -68,7 +68,7 @@ pub use abilities::{Abilities, probe};
 pub use clean::{Cleaned, clean};
 pub use error::{NotRemoved, Step, UblkError};
 
-pub use crate::node::Holder;
+pub use crate::node::{Claim, Holder};
 
 use crate::device::{BLOCK_BYTES, BlockDevice};
 use crate::node::{Node, NotClaimed};
@@ -280,9 +280,16 @@ impl Ublk {
         control.update_size(self.number, sectors).map_err(UblkError::at(Step::Resize, &self.path))
     }
 
-    /// Who uses the block device at this moment, if anybody does. Somebody may begin to in the next.
-    pub fn holder(&self) -> Option<Holder> {
-        block_node(self.number).holder()
+    /// Claims the block device, so that nobody begins to use it.
+    ///
+    /// # Errors
+    /// [`UblkError::InUse`], with who uses it.
+    pub fn claim(&self) -> Result<Claim, UblkError> {
+        let node = block_node(self.number);
+        node.claim(|| node.path().exists()).map_err(|not| match not {
+            NotClaimed::InUse(by) => UblkError::InUse { path: self.path.clone(), by },
+            NotClaimed::Open(error) => UblkError::at(Step::Open, &self.path)(error),
+        })
     }
 
     /// Takes the disk away, and returns when nothing is left of it. What its users wrote was answered by the device
@@ -303,14 +310,7 @@ impl Ublk {
         if self.removed {
             return Ok(());
         }
-        let node = block_node(self.number);
-        let claimed = match self.started && !by_force {
-            true => node.claim(|| node.path().exists()).map_err(|not| match not {
-                NotClaimed::InUse(by) => UblkError::InUse { path: self.path.clone(), by },
-                NotClaimed::Open(error) => UblkError::at(Step::Open, &self.path)(error),
-            })?,
-            false => None,
-        };
+        let claimed = (self.started && !by_force).then(|| self.claim()).transpose()?;
         let control = self.control.get_mut().unwrap_or_else(PoisonError::into_inner);
         // Its queues serve until what is in flight is answered; then their threads end.
         control.stop(self.number).map_err(UblkError::at(Step::Stop, &self.path))?;

@@ -21,7 +21,7 @@ use rustix::io::Errno;
 use rustix::ioctl::{Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl};
 
 use super::error::{FuseLoopError, Step};
-use crate::node::{Holder, LOOKED_AT, Node, NotClaimed, PAUSE};
+use crate::node::{Claim, Holder, LOOKED_AT, Node, NotClaimed, PAUSE};
 
 // The sizes of the kernel's structures, on every architecture.
 const _: () = assert!(size_of::<loop_info64>() == 232 && size_of::<loop_config>() == 304);
@@ -100,9 +100,12 @@ impl LoopDevice {
             .map_err(FuseLoopError::at(Step::Resize, &path))
     }
 
-    /// Who uses the device now: mounted it, swaps to it, or has it open.
-    pub fn holder(&self) -> Option<Holder> {
-        self.node().holder()
+    /// Claims the device unless somebody uses it. Detached by somebody else, it may be anybody's by now, and is left alone.
+    pub fn claim(&self) -> Result<Claim, FuseLoopError> {
+        self.node().claim(|| self.is_attached()).map_err(|not| match not {
+            NotClaimed::InUse(by) => FuseLoopError::InUse { path: self.path(), by },
+            NotClaimed::Open(error) => FuseLoopError::at(Step::OpenLoop, &self.path())(error),
+        })
     }
 
     fn node(&self) -> Node {
@@ -114,21 +117,14 @@ impl LoopDevice {
     /// Nobody can mount it or swap to it meanwhile: it is claimed here. Somebody who opens it at the very moment it is
     /// detached keeps it until he closes it; that is waited for, and said to be a use of it if it takes long.
     pub fn detach(&self) -> Result<(), FuseLoopError> {
-        let (path, node) = (self.path(), self.node());
-        let in_use = |by| FuseLoopError::InUse { path: path.clone(), by };
-        // Detached by somebody else, it may be anybody's by now.
-        let claimed = match node.claim(|| self.is_attached()) {
-            Ok(Some(claimed)) => claimed,
-            Ok(None) => return Ok(()),
-            Err(NotClaimed::InUse(by)) => return Err(in_use(by)),
-            Err(NotClaimed::Open(error)) => return Err(FuseLoopError::at(Step::OpenLoop, &path)(error)),
-        };
+        let Claim(Some(claimed)) = self.claim()? else { return Ok(()) };
         self.clear(&claimed)?;
         drop(claimed);
         let give_up = Instant::now() + LOOKED_AT;
         while self.is_attached() {
             if Instant::now() > give_up {
-                return Err(in_use(node.used_by(-1).unwrap_or(Holder::Unknown)));
+                let by = self.node().used_by(-1).unwrap_or(Holder::Unknown);
+                return Err(FuseLoopError::InUse { path: self.path(), by });
             }
             thread::sleep(PAUSE);
         }

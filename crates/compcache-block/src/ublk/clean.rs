@@ -21,7 +21,7 @@ use super::control::{Control, take_turn};
 use super::error::{Step, UblkError};
 use super::uapi::CONTROL;
 use super::{DELETED_WITHIN, MARK, block_node, character_path};
-use crate::node::{NotClaimed, PAUSE};
+use crate::node::{Claim, NotClaimed, PAUSE};
 
 /// Where the kernel lists the character devices.
 const LIST: &str = "/sys/class/ublk-char";
@@ -115,7 +115,7 @@ fn remove(control: &mut Control, number: u32, pid: u32) -> Result<bool, UblkErro
         Ok(claimed) => claimed,
         Err(NotClaimed::InUse(by)) => return Err(UblkError::InUse { path: node.path(), by }),
         // The kernel takes it away at this moment.
-        Err(NotClaimed::Open(_)) => None,
+        Err(NotClaimed::Open(_)) => Claim(None),
     };
     control.stop(number).map_err(UblkError::at(Step::Stop, &node.path()))?;
     drop(claimed);

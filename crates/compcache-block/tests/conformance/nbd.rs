@@ -276,6 +276,24 @@ fn a_socket_that_is_served_is_not_taken_over_and_one_left_behind_is() {
 }
 
 #[test]
+fn nobody_is_let_in_while_the_server_is_held_and_it_is_held_only_while_nobody_is_in() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("nbd");
+    let server = NbdServer::start(&Listen::Unix(socket.clone()), vec![export("disk", disk().device, false)]).unwrap();
+    let client = Client::connect(&socket, "disk", true).unwrap();
+    assert!(server.hold().is_none());
+    drop(client);
+    eventually("the client has gone", || server.connections() == 0);
+    let held = server.hold().expect("nobody is connected");
+    assert!(server.hold().is_none(), "one at a time");
+    let mut greeting = Vec::new();
+    UnixStream::connect(&socket).unwrap().read_to_end(&mut greeting).unwrap();
+    assert!(greeting.is_empty(), "somebody was let in");
+    drop(held);
+    Client::connect(&socket, "disk", true).expect("it is held no more");
+}
+
+#[test]
 fn tcp_is_served_to_this_machine_alone_unless_told_otherwise() {
     let exports = || vec![export("disk", disk().device, false)];
     let server = NbdServer::start(&Listen::Loopback(0), exports()).unwrap();

@@ -1,7 +1,7 @@
 //! A disk's life: a file system on it, a new size, its removal, company, and a user who may not.
 
 use std::fs;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -121,7 +121,8 @@ fn a_disk_in_use_is_not_removed_and_says_by_whom() {
     let refused = refused.disk.remove().unwrap_err();
     let by = Holder::Stacked { name: above.0.file_name().unwrap().into() };
     assert!(matches!(&refused.error, FuseLoopError::InUse { by: said, .. } if *said == by), "{}", refused.error);
-    assert_eq!(refused.disk.holder(), Some(by));
+    let claimed = refused.disk.claim().map(drop);
+    assert!(matches!(&claimed, Err(FuseLoopError::InUse { by: said, .. }) if *said == by), "{claimed:?}");
     drop(above);
     let open = open_by_another_name(&path);
     let refused = refused.disk.remove().unwrap_err();
@@ -139,21 +140,18 @@ fn who_uses_a_disk_is_known() {
     }
     let Served { disk: served, parent } = Served::new(disk(MIB));
     let path = served.path().to_owned();
-    // Whoever looks at new devices may have it open for a moment (udev).
-    let free = || {
-        (0..200).any(|_| {
-            served.holder().is_none() || {
-                std::thread::sleep(std::time::Duration::from_millis(10));
-                false
-            }
-        })
-    };
-    assert!(free(), "{:?}", served.holder());
+    // While it is claimed nobody else has it for himself.
+    let claimed = served.claim().unwrap();
+    let exclusive = rustix::fs::OFlags::EXCL.bits() as i32;
+    let busy = fs::OpenOptions::new().read(true).custom_flags(exclusive).open(&path).unwrap_err();
+    assert_eq!(busy.kind(), std::io::ErrorKind::ResourceBusy);
+    drop(claimed);
     let open = fs::File::open(&path).unwrap();
     let us = std::process::id();
-    assert!(matches!(served.holder(), Some(Holder::Process { pid, .. }) if pid == us), "{:?}", served.holder());
+    let by = served.claim().map(drop);
+    assert!(matches!(&by, Err(FuseLoopError::InUse { by: Holder::Process { pid, .. }, .. }) if *pid == us), "{by:?}");
     drop(open);
-    assert!(free(), "{:?}", served.holder());
+    drop(served.claim().unwrap());
     served.remove().unwrap();
     assert_nothing_left(parent.path(), &path);
 }

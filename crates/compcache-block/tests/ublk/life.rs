@@ -140,7 +140,7 @@ fn a_disk_in_use_is_not_removed_and_says_by_whom() {
     let by =
         |error: &UblkError| matches!(error, UblkError::InUse { by: Holder::Process { pid, .. }, .. } if *pid == us);
     assert!(by(&refused.error), "{}", refused.error);
-    assert!(matches!(refused.disk.holder(), Some(Holder::Process { pid, .. }) if pid == us));
+    assert!(by(&refused.disk.claim().map(drop).unwrap_err()));
     drop(open);
     let open = open_by_another_name(&path);
     let refused = refused.disk.remove().unwrap_err();

@@ -38,6 +38,7 @@ use crate::control::{BackingChange, BackingState, BackingWanted, DailyState, Rep
 use crate::kernel::clock_ns;
 use crate::run::say;
 use crate::serve::below::{not_bare, refuse_own};
+use crate::serve::disks::Present;
 use crate::serve::pressure::Pressure;
 use crate::serve::relief::{Relief, Signs};
 use crate::size::Shown;
@@ -63,8 +64,9 @@ const ABOVE_PERCENTS: std::ops::RangeInclusive<u8> = 10..=95;
 const NS_PER_S: u64 = 1_000_000_000;
 /// What is written for swap at a time, unless told otherwise: six times as much is locked in memory.
 const SWAP_BATCH_BYTES: usize = 256 << 10;
-/// How long who ends a disk waits for its thread, which makes the beginning of a device zeroes.
+/// How long who ends a disk waits for its thread, which makes the beginning of a device zeroes, once nobody writes there any more, for which it waits so long.
 const ENDED_WITHIN: Duration = Duration::from_secs(5);
+const UNUSED_WITHIN: Duration = Duration::from_secs(3);
 
 /// A backing, and its thread, which ends when this is dropped.
 pub struct DiskBacking {
@@ -151,10 +153,15 @@ impl DiskBacking {
             relief: Relief::default(),
         };
         let (running, ended) = mpsc::sync_channel(0);
-        let (backing, is_device) = (self.backing.clone(), self.is_device);
+        let (backing, is_device, users) = (self.backing.clone(), self.is_device, Arc::downgrade(pool));
         let body = move || {
             let _running: SyncSender<()> = running;
             reclaimer.run();
+            // Who had blocks leave by hand may be at the last of them.
+            let until = Instant::now() + UNUSED_WITHIN;
+            while is_device && users.strong_count() > 0 && Instant::now() < until {
+                thread::sleep(BETWEEN_LOOKS);
+            }
             if is_device && backing.stats().segments_written > 0 {
                 // If it cannot be done, the device has to be given with --backing-overwrite the next time.
                 let _ = backing.erase_start(LOOKED_AT_BYTES);
@@ -232,12 +239,19 @@ impl Drop for DiskBacking {
 /// Has blocks that take so much memory leave for the backing of `pool`, waiting as long as that takes; no more than there are now.
 ///
 /// # Errors
-/// The backing takes no more; what has left until then is said.
-pub fn write_back(store: &Arc<Store>, pool: &Pool, bytes: u64, leaving: Leaving) -> anyhow::Result<Reply> {
+/// The backing takes no more, or the disk was removed; what has left until then is said.
+pub fn write_back(
+    store: &Arc<Store>,
+    pool: &Pool,
+    bytes: u64,
+    leaving: Leaving,
+    present: &Present,
+) -> anyhow::Result<Reply> {
     let mut worker = Worker::new(store, clock_ns)?;
     let bytes = bytes.min(pool.stats().mem_used_total);
     let (mut blocks, mut left_bytes) = (0, 0);
     while left_bytes < bytes {
+        present.check().with_context(|| format!("{blocks} blocks have left, and no more will"))?;
         let done = store
             .write_back(&mut worker, pool, leaving)
             .map_err(|error| anyhow!("{blocks} blocks have left, and no more can: {error}"))?;

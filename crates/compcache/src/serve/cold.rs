@@ -18,6 +18,7 @@ use compcache_store::{Ages, PageIndex, Pool, Recompressor, Store, StoreError, Wo
 
 use crate::cli::Recompress;
 use crate::kernel::clock_ns;
+use crate::serve::disks::Present;
 
 /// An age lasts for such a part of the shortest time after which blocks of a disk are cold; or of the longest, since blocks know no
 /// more than 256 ages.
@@ -55,6 +56,16 @@ struct Watched {
     /// Operations of all of them, and when that last changed.
     used: u64,
     used_at: Instant,
+}
+
+impl Watched {
+    /// Nothing is recompressed while there is a disk for swap.
+    fn refuse_swap(&self) -> anyhow::Result<()> {
+        if self.disks.iter().any(|disk| disk.for_swap && disk.pool.strong_count() > 0) {
+            bail!("nothing is recompressed while the server has a disk for swap");
+        }
+        Ok(())
+    }
 }
 
 struct Disk {
@@ -136,14 +147,19 @@ impl Cold {
     /// Has all blocks of a disk that were not used for `idle` recompressed, or all there are, and waits for it.
     ///
     /// # Errors
-    /// There is a disk for swap; memory is so short that not even the next group can be made. What was made stays.
-    pub fn recompress(&self, pool: &Pool, level: i8, idle: Option<Duration>) -> anyhow::Result<Done> {
+    /// There is a disk for swap, or one was made meanwhile; the disk was removed; memory is so short that not even the next group can be made. What
+    /// was made stays.
+    pub fn recompress(
+        &self,
+        pool: &Pool,
+        level: i8,
+        idle: Option<Duration>,
+        present: &Present,
+    ) -> anyhow::Result<Done> {
         let mut tools = Tools::new(&self.store, level)?;
         let ages = {
             let mut watched = self.lock();
-            if watched.disks.iter().any(|disk| disk.for_swap && disk.pool.strong_count() > 0) {
-                bail!("nothing is recompressed while the server has a disk for swap");
-            }
+            watched.refuse_swap()?;
             let now_ns = clock_ns();
             watched.ages.note(self.store.age(), now_ns);
             match idle {
@@ -154,7 +170,14 @@ impl Cold {
                 },
             }
         };
-        tools.recompress(pool, ages, || true).context("recompression stopped for want of memory; what was done stays")
+        let mut stopped = Ok(());
+        let goes_on = || {
+            stopped = present.check().and_then(|()| self.lock().refuse_swap());
+            stopped.is_ok()
+        };
+        let done = tools.recompress(pool, ages, goes_on);
+        stopped.context("what was done stays")?;
+        done.context("recompression stopped for want of memory; what was done stays")
     }
 
     fn lock(&self) -> MutexGuard<'_, Watched> {
@@ -186,18 +209,19 @@ impl Cold {
     /// Goes to the disks that it is time for.
     fn visit(&self, tools: &mut Tools) {
         for Visit { pool, level, ages, before } in self.due() {
-            let mut began = Instant::now();
+            let (mut began, mut ended) = (Instant::now(), false);
             let goes_on = || {
                 let worked = began.elapsed();
                 if worked >= PIECE {
                     thread::sleep(worked * PAUSE);
                     began = Instant::now();
                 }
-                // Else nobody has the disk any more.
-                Arc::strong_count(&pool) > 1
+                // Nobody has the disk any more, or one for swap was made.
+                ended = Arc::strong_count(&pool) == 1 || self.lock().refuse_swap().is_err();
+                !ended
             };
             // Where memory is too short, it is tried again the next time.
-            if tools.set_level(level).is_ok() && tools.recompress(&pool, ages, goes_on).is_ok() {
+            if tools.set_level(level).is_ok() && tools.recompress(&pool, ages, goes_on).is_ok() && !ended {
                 for disk in &mut self.lock().disks {
                     if disk.pool.as_ptr() == Arc::as_ptr(&pool) {
                         disk.tried = before;
@@ -210,11 +234,11 @@ impl Cold {
     /// Which pools to go to, and which ages are to be looked at there.
     fn due(&self) -> Vec<Visit> {
         let mut watched = self.lock();
-        let Watched { disks, ages, .. } = &mut *watched;
-        let (now, now_ns) = (Instant::now(), clock_ns());
-        if disks.iter().any(|disk| disk.for_swap) {
+        if watched.refuse_swap().is_err() {
             return Vec::new();
         }
+        let Watched { disks, ages, .. } = &mut *watched;
+        let (now, now_ns) = (Instant::now(), clock_ns());
         let visit = |disk: &mut Disk| {
             let (level, before) = (disk.recompress.level?, ages.before(nanoseconds(disk.recompress.after), now_ns)?);
             if disk.due > now {
@@ -271,5 +295,60 @@ impl Tools {
             next = step.next.filter(|_| goes_on());
         }
         Ok(done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use compcache_store::{PoolConfig, StoreConfig};
+
+    use super::*;
+    use crate::serve::disks::Presence;
+
+    const PAGES: u64 = 16384;
+
+    /// What comes of a recompression of many pages, slow ones, when `meanwhile` happens once it is under way.
+    fn recompressed_while(meanwhile: impl FnOnce(&Cold, &Arc<Store>, Presence)) -> anyhow::Result<Done> {
+        let store = Store::new(StoreConfig { limit_bytes: 64 << 20, ..StoreConfig::default() }).unwrap();
+        let pool = store.create_pool(PoolConfig::default()).unwrap();
+        let mut worker = Worker::new(&store, clock_ns).unwrap();
+        for index in 0..PAGES {
+            let text = format!("page {index} holds {} and {}; ", index * 7919, index * index);
+            let page: Vec<u8> = text.bytes().cycle().take(4096).collect();
+            pool.write(&mut worker, PageIndex(index), page.as_slice().try_into().unwrap()).unwrap();
+        }
+        let cold = Cold::start(store.clone()).unwrap();
+        let presence = Presence::default();
+        let present = presence.present();
+        thread::scope(|scope| {
+            let done = scope.spawn(|| cold.recompress(&pool, 19, None, &present));
+            while pool.stats().grouped_pages == 0 {
+                assert!(!done.is_finished(), "it was done before anything could happen");
+                thread::yield_now();
+            }
+            meanwhile(&cold, &store, presence);
+            let done = done.join().unwrap();
+            assert!(pool.stats().grouped_pages < PAGES, "it went on to the end");
+            done
+        })
+    }
+
+    #[test]
+    fn who_recompresses_stops_when_there_is_a_disk_for_swap() {
+        let stopped = recompressed_while(|cold, store, _present| {
+            let swap = store.create_pool(PoolConfig::default()).unwrap();
+            cold.watch(&swap, Recompress::NEVER, true);
+            // As long as there is.
+            thread::sleep(Duration::from_millis(200));
+        });
+        let why = format!("{:#}", stopped.map(drop).expect_err("it went on"));
+        assert!(why.contains("disk for swap") && why.contains("stays"), "{why}");
+    }
+
+    #[test]
+    fn who_recompresses_stops_when_the_disk_is_removed() {
+        let stopped = recompressed_while(|_, _, presence| drop(presence));
+        let why = format!("{:#}", stopped.map(drop).expect_err("it went on"));
+        assert!(why.contains("was removed") && why.contains("stays"), "{why}");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
@@ -19,7 +19,7 @@ use crate::serve::backing::{self, DiskBacking};
 use crate::serve::cold::{Cold, Done};
 use crate::serve::origin::DiskOrigin;
 use crate::serve::safe::Safety;
-use crate::serve::wire::Wire;
+use crate::serve::wire::{Claimed, Wire};
 use crate::size::Shown;
 
 const NAME_BYTES_MAX: usize = 32;
@@ -50,8 +50,34 @@ struct Attached {
     recompress: Recompress,
     wire: Wire,
     for_swap: bool,
-    /// Ends with the disk, after its wire.
+    presence: Presence,
+    /// Ends with the disk, after all else: the last that is written there says that there is nothing.
     backing: Option<DiskBacking>,
+}
+
+/// Of a disk: who works on it for long, without the lock, looks whether it is there still.
+#[derive(Default)]
+pub struct Presence(Arc<()>);
+
+/// What the long work has of it.
+#[derive(Clone)]
+pub struct Present(Weak<()>);
+
+impl Presence {
+    /// For who works on the disk.
+    pub fn present(&self) -> Present {
+        Present(Arc::downgrade(&self.0))
+    }
+}
+
+impl Present {
+    /// Fails when the disk was removed.
+    pub fn check(&self) -> anyhow::Result<()> {
+        if self.0.strong_count() == 0 {
+            bail!("the disk was removed");
+        }
+        Ok(())
+    }
 }
 
 /// What a disk's users see.
@@ -104,7 +130,7 @@ impl Disks {
     pub fn remove_all(&self) -> anyhow::Result<()> {
         let mut disks = self.lock();
         for (name, attached) in &disks.by_name {
-            attached.must_be_free(name)?;
+            drop(attached.claim(name)?);
         }
         let mut kept = Ok(());
         for (name, attached) in std::mem::take(&mut disks.by_name) {
@@ -147,15 +173,16 @@ impl Disks {
         if let Some(backing) = &mut backing {
             backing.start(&name, &self.store, disk.pool())?;
         }
+        // Before anything is put by for swap: whoever recompresses would take of it.
+        self.cold.watch(disk.pool(), recompress, wanted.for_swap);
         if wanted.for_swap {
             self.safety.make_safe(&self.store, &disk, wanted.unprotected)?;
             disk.set_reserve_only();
         }
         let wire = Wire::start(&name, disk.clone(), &wanted.at, wanted.for_swap, &self.directory)?;
         self.safety.settle(&self.store);
-        self.cold.watch(disk.pool(), recompress, wanted.for_swap);
-        let shows = Shows::Pool(disk);
-        let attached = Attached { shows, codec, recompress, wire, for_swap: wanted.for_swap, backing };
+        let (shows, presence) = (Shows::Pool(disk), Presence::default());
+        let attached = Attached { shows, codec, recompress, wire, for_swap: wanted.for_swap, presence, backing };
         let state = attached.state(&name);
         disks.by_name.insert(name, attached);
         Ok(state)
@@ -168,8 +195,8 @@ impl Disks {
         self.refuse_too_much(disks.cache_bytes(), origin.memory_bytes)?;
         let origin = DiskOrigin::open(origin, codec, &disks.devices())?;
         let wire = Wire::start(&name, origin.device(), &wanted.at, false, &self.directory)?;
-        let (shows, recompress) = (Shows::Origin(origin), Recompress::NEVER);
-        let attached = Attached { shows, codec, recompress, wire, for_swap: false, backing: None };
+        let (shows, recompress, presence) = (Shows::Origin(origin), Recompress::NEVER, Presence::default());
+        let attached = Attached { shows, codec, recompress, wire, for_swap: false, presence, backing: None };
         let state = attached.state(&name);
         disks.by_name.insert(name, attached);
         Ok(state)
@@ -240,23 +267,25 @@ impl Disks {
 
     /// Not under the lock: others are served meanwhile.
     fn reclaim(&self, name: &str, bytes: Option<u64>, leaving: Leaving) -> anyhow::Result<Reply> {
-        let disk = self.with(name, |attached| {
+        let (disk, present) = self.with(name, |attached| {
             if attached.backing.is_none() {
                 bail!("disk {name} has no backing that blocks could leave for; make a disk with --backing");
             }
-            Ok(attached.pool(name)?.clone())
+            Ok((attached.pool(name)?.clone(), attached.presence.present()))
         })?;
-        backing::write_back(&self.store, disk.pool(), bytes.unwrap_or(u64::MAX), leaving)
+        backing::write_back(&self.store, disk.pool(), bytes.unwrap_or(u64::MAX), leaving, &present)
     }
 
     fn recompress(&self, name: &str, idle_ms: Option<u64>) -> anyhow::Result<Reply> {
         // It takes a while, in which others may ask for other things.
-        let (pool, level) = self.with(name, |attached| match &attached.shows {
-            Shows::Pool(disk) if !attached.for_swap => Ok((disk.pool().clone(), attached.recompress.level)),
+        let (pool, level, present) = self.with(name, |attached| match &attached.shows {
+            Shows::Pool(disk) if !attached.for_swap => {
+                Ok((disk.pool().clone(), attached.recompress.level, attached.presence.present()))
+            }
             _ => bail!(NOT_RECOMPRESSED),
         })?;
         let idle = idle_ms.map(Duration::from_millis);
-        let done = self.cold.recompress(&pool, level.unwrap_or(Recompress::DEFAULT_LEVEL), idle)?;
+        let done = self.cold.recompress(&pool, level.unwrap_or(Recompress::DEFAULT_LEVEL), idle, &present)?;
         let Done { pages, before_bytes, after_bytes } = done;
         Ok(Reply::Recompressed { pages, before_bytes, after_bytes })
     }
@@ -265,7 +294,7 @@ impl Disks {
         let mut disks = self.lock();
         let attached = disks.by_name.get(name).ok_or_else(|| no_such_disk(name))?;
         if !force {
-            attached.must_be_free(name)?;
+            drop(attached.claim(name)?);
         }
         let attached = disks.by_name.remove(name).ok_or_else(|| no_such_disk(name))?;
         attached.wire.end().map_err(|not| {
@@ -301,7 +330,7 @@ impl Served for Disks {
             }
             Request::Reset { name } => self.with(&name, |attached| {
                 let disk = attached.pool(&name)?;
-                attached.must_be_free(&name)?;
+                let _claimed = attached.claim(&name)?;
                 disk.reset();
                 Ok(Reply::Done)
             }),
@@ -316,8 +345,9 @@ impl Served for Disks {
 }
 
 impl Attached {
-    fn must_be_free(&self, name: &str) -> anyhow::Result<()> {
-        self.wire.in_use().map_or(Ok(()), |why| Err(why.context(format!("disk {name} stays as it is"))))
+    /// Nobody may use it, nor begin to, while it is taken away, emptied or made smaller.
+    fn claim(&self, name: &str) -> anyhow::Result<Claimed<'_>> {
+        self.wire.claim().with_context(|| format!("disk {name} stays as it is"))
     }
 
     /// The disk, whose contents are the server's.
@@ -337,9 +367,7 @@ impl Attached {
         if let Some(why) = self.wire.fixed_size() {
             return Err(why.context(format!("disk {name} stays as it is")));
         }
-        if size_bytes < disk.size_bytes() {
-            self.must_be_free(name)?;
-        }
+        let _claimed = (size_bytes < disk.size_bytes()).then(|| self.claim(name)).transpose()?;
         if self.for_swap && size_bytes > disk.size_bytes() {
             disk.pool().prepare(size_bytes / BLOCK_BYTES as u64)?;
         }

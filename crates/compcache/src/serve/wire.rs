@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow};
 use compcache_block::BlockDevice;
 use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, FuseLoopOptions};
-use compcache_block::nbd::{Export, Listen, NbdServer};
-use compcache_block::ublk::{self, Holder, Ublk, UblkError, UblkOptions};
+use compcache_block::nbd::{Export, Held, Listen, NbdServer};
+use compcache_block::ublk::{self, Claim, Ublk, UblkError, UblkOptions};
 
 use crate::control::At;
 use crate::run::say;
@@ -37,6 +37,14 @@ pub enum Wire {
     Loop(FuseLoop),
     /// A device of ublk's.
     Ublk(Ublk),
+}
+
+/// That nobody uses a disk, and nobody begins to.
+#[must_use = "it ends when it is dropped"]
+#[expect(dead_code, reason = "what it holds is let go with it")]
+pub enum Claimed<'w> {
+    Nbd(Held<'w>),
+    Device(Claim),
 }
 
 /// A transport that goes on, and why.
@@ -116,34 +124,32 @@ impl Wire {
         }
     }
 
-    /// Why it may not be taken away or emptied now: somebody uses it.
-    pub fn in_use(&self) -> Option<anyhow::Error> {
+    /// Claims it, so that nobody begins to use it as long as the answer lives.
+    ///
+    /// # Errors
+    /// Somebody uses it; who.
+    pub fn claim(&self) -> anyhow::Result<Claimed<'_>> {
         match self {
             Wire::Nbd { server, .. } => {
                 // A client that has ended just now may take a moment to be noticed.
                 let until = Instant::now() + LAST_WORDS;
-                while server.connections() > 0 && Instant::now() < until {
-                    thread::sleep(Duration::from_millis(5));
+                loop {
+                    match server.hold() {
+                        Some(held) => return Ok(Claimed::Nbd(held)),
+                        None if Instant::now() > until => return Err(connected(server)),
+                        None => thread::sleep(Duration::from_millis(5)),
+                    }
                 }
-                let clients = server.connections();
-                let peers = server.tcp_peers().iter().map(|peer| format!(" {peer}")).collect::<String>();
-                (clients > 0).then(|| {
-                    anyhow!(
-                        "it is in use: NBD clients are connected ({clients}){}{peers}; disconnect them (swapoff first, where \
-                         one swaps to it)",
-                        if peers.is_empty() { "" } else { " from" }
-                    )
-                })
             }
-            Wire::Loop(served) => served.holder().map(|by| in_use(served.path(), &by)),
-            Wire::Ublk(served) => served.holder().map(|by| in_use(served.path(), &by)),
+            Wire::Loop(served) => Ok(Claimed::Device(served.claim()?)),
+            Wire::Ublk(served) => Ok(Claimed::Device(served.claim()?)),
         }
     }
 
     /// Ends it, with what is in flight answered.
     ///
     /// # Errors
-    /// The machine itself uses the disk; it goes on as before. Who is to see to NBD clients asks [`Wire::in_use`] first.
+    /// The machine itself uses the disk; it goes on as before. Who is to see to NBD clients asks by [`Wire::claim`] first.
     pub fn end(self) -> Result<(), Box<NotEnded>> {
         match self {
             Wire::Nbd { server, .. } => {
@@ -215,8 +221,13 @@ fn loop_options(disk: &Arc<dyn BlockDevice>) -> FuseLoopOptions {
     FuseLoopOptions { waiting_threads: waiting_threads(disk, usual.waiting_threads), ..usual }
 }
 
-fn in_use(device: &Path, by: &Holder) -> anyhow::Error {
-    anyhow!("{} is in use: {by}", device.display())
+fn connected(server: &NbdServer) -> anyhow::Error {
+    let peers = server.tcp_peers().iter().map(|peer| format!(" {peer}")).collect::<String>();
+    anyhow!(
+        "it is in use: NBD clients are connected ({}){}{peers}; disconnect them (swapoff first, where one swaps to it)",
+        server.connections(),
+        if peers.is_empty() { "" } else { " from" }
+    )
 }
 
 /// A path as part of a URI.

@@ -2,7 +2,7 @@
 //! go wrong with one.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{ChildStderr, Command};
@@ -11,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
+use rustix::fs::OFlags;
 
 use crate::support::{LoopDevice, Mounted, PATIENCE, Server, backing_file, said, scratch};
 
@@ -457,6 +458,37 @@ fn a_backing_that_makes_no_sense_is_refused_with_the_reason_and_nothing_is_overw
     server.refuses(&["disk", "create", "--size", "64M", "--backing-daily", "1G"], &["--backing"]);
     assert_eq!(fs::read_to_string(path("file")).expect("it is there"), "somebody's");
     assert!(!Path::new(&path("b")).exists() && server.ok(&["list"]).lines().count() == 1, "something was made");
+}
+
+#[test]
+fn what_is_asked_to_leave_stops_when_the_disk_is_removed_and_the_device_is_free() {
+    if !requires(&LOOP_DEVICE) {
+        return;
+    }
+    let below = Server::start(&["--memory", "256M"]);
+    let device = below.ok(&["disk", "create", "--size", "192M", "--transport", "loop"]).trim().to_owned();
+    let server = Server::start(&["--memory", "256M"]);
+    let create = ["disk", "create", "--name", "d", "--size", "160M", "--transport", "loop", "--backing", &device];
+    let at = server.ok(&create);
+    let mut noise = vec![0; 128 * MIB];
+    fastrand::Rng::with_seed(1).fill(&mut noise);
+    fs::write(at.trim(), &noise).expect("there is room");
+    thread::scope(|scope| {
+        let reclaim = scope.spawn(|| server.asked(&["reclaim", "d"]));
+        let until = Instant::now() + PATIENCE;
+        while server.stat("d", "bd_writes") == 0 {
+            assert!(Instant::now() < until && !reclaim.is_finished(), "nothing leaves");
+        }
+        server.ok(&["disk", "rm", "d"]);
+        let exclusive = OFlags::EXCL.bits() as i32;
+        let mut free = OpenOptions::new().read(true).custom_flags(exclusive).open(&device).expect("nobody has it");
+        let mut begin = vec![1; MIB];
+        free.read_exact(&mut begin).expect("it can be read");
+        assert!(begin.iter().all(|byte| *byte == 0), "there is something on it");
+        let reclaimed = reclaim.join().expect("it does not panic");
+        let why = said(&reclaimed);
+        assert!(!reclaimed.status.success() && why.contains("removed") && why.contains("blocks have left"), "{why}");
+    });
 }
 
 #[test]
