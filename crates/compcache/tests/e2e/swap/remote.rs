@@ -165,7 +165,7 @@ fn assert_lost_a_page(printed: &str, name: &str) {
     assert!(printed.lines().any(|line| ends.iter().any(|end| line.trim() == end)), "none of {ends:?}:\n{printed}");
 }
 
-// As README says.
+// As the guide says.
 const ON: &str = r#"
 echo 0 >/proc/sys/vm/watermark_boost_factor
 connect; status connect $?
