@@ -1,20 +1,22 @@
 //! The server and its disks as a person meets them: made, listed, used, changed, ended, and every way to get it wrong.
 
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
+use rustix::process::{Pid, Signal, kill_process};
 
-use crate::support::{Mounted, PATIENCE, Server, ask, backing_file, compcache, said, scratch};
+use crate::support::{Mounted, PATIENCE, Server, Tree, ask, backing_file, can_mount, compcache, said, scratch};
 
 /// What a server says that must not come up; one that does is ended after a while.
 fn refused_server(socket: &Path, arguments: &[&str]) -> Output {
@@ -367,6 +369,45 @@ fn a_loop_device_of_a_killed_server_is_removed_by_the_next() {
     while backing_file(&device).as_ref() == Some(&before) {
         assert!(Instant::now() < until, "the dead server's loop device is left");
         thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn who_has_a_file_open_whose_server_does_not_answer_holds_up_no_disk() {
+    if !can_mount(&[]) || !requires(&[Feature::Loop]) {
+        return;
+    }
+    let tree = Tree::mounted(&["--memory", "4M"]);
+    fs::write(tree.source().join("file"), "text").expect("the scratch directory can be written to");
+    let open = File::open(tree.target().join("file")).expect("it is there");
+    let server = Server::start(&[]);
+    server.ok(&["disk", "create", "--size", "8M", "--transport", "loop"]);
+    let stopped = Stopped::of(&tree.child);
+    let (done, hears) = mpsc::channel();
+    thread::scope(|scope| {
+        scope.spawn(|| _ = done.send(server.asked(&["disk", "rm", "disk0"])));
+        let heard = hears.recv_timeout(PATIENCE);
+        drop(stopped);
+        let output = heard.expect("the server asked another, and waits");
+        assert!(output.status.success(), "{}", said(&output));
+    });
+    drop(open);
+}
+
+/// A process that stands still, until this is dropped.
+struct Stopped(Pid);
+
+impl Stopped {
+    fn of(child: &Child) -> Stopped {
+        let pid = Pid::from_child(child);
+        kill_process(pid, Signal::STOP).expect("it is our child");
+        Stopped(pid)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::CONT);
     }
 }
 
