@@ -612,6 +612,9 @@ fn publish(pager: &Pager, resident_pages: u64, ours_bytes: u64, copies: u64) {
     gauges.spilled_pages.store(stats.bd_count, Relaxed);
     gauges.compr_data_bytes.store(stats.compr_data_size, Relaxed);
     gauges.mem_used_total_bytes.store(pager.store.mem_used_total_bytes(), Relaxed);
+    if let Some(spill) = &pager.spill {
+        spill.publish(pager);
+    }
 }
 
 /// Bytes the tree may still grow by; negative when it is over its limits. A small part is kept back, so that the limit

@@ -186,7 +186,8 @@ pub struct Spill {
     parts_in_use: [AtomicBool; PARTS],
     /// Descriptors of the forking thread's table for the child, and what they must be.
     handed: [AtomicI32; PARTS],
-    handed_inode: [AtomicU64; PARTS],
+    /// Device and inode of the files.
+    handed_file: [(AtomicU64, AtomicU64); PARTS],
 }
 
 // SAFETY: a buffer is used by the one thread that the progress of its order names, a batch by the one thread it is for; all else is atomics, locks, and data that
@@ -433,7 +434,7 @@ impl Spill {
 
     /// Writes a segment, or as far as that there is no need any more. Whether there is more to do.
     fn spill(&self, pager: &Pager) -> bool {
-        self.files.used_bytes.store(self.file_bytes(), Relaxed);
+        self.publish(pager);
         let reclaimed = pager.store.reclaim(&mut self.worker.lock(), &self.backing);
         if let (Ok(reclaimed), Some(slot)) = (&reclaimed, pager.slot()) {
             let written = slot.counters.spill_written_pages.fetch_add(reclaimed.pages as u64, Relaxed);
@@ -441,8 +442,8 @@ impl Spill {
                 self.aged_at.store(written, Relaxed);
                 pager.store.advance_age();
             }
-            slot.gauges.spill_bytes.store(self.file_bytes(), Relaxed);
         }
+        self.publish(pager);
         match (reclaimed, self.backing.health()) {
             (Ok(reclaimed), Health::Good) => !reclaimed.finished,
             (Err(MediumError::System { errno }), _) => self.fail(pager, SpillNews::WriteFailed, errno),
@@ -450,6 +451,15 @@ impl Spill {
             (Ok(_), Health::Full) => self.fail(pager, SpillNews::Max, 0),
             (Err(MediumError::NoSpace), _) => self.fail(pager, SpillNews::NoSpace, 0),
             (..) => self.fail(pager, SpillNews::WriteFailed, 0),
+        }
+    }
+
+    /// Tells what the files have, which may have become less.
+    pub fn publish(&self, pager: &Pager) {
+        let bytes = self.file_bytes();
+        self.files.used_bytes.store(bytes, Relaxed);
+        if let Some(slot) = pager.slot() {
+            slot.gauges.spill_bytes.store(bytes, Relaxed);
         }
     }
 
@@ -714,7 +724,7 @@ impl SpillParts {
             thread: AtomicU32::new(0),
             parts_in_use: [const { AtomicBool::new(false) }; PARTS],
             handed: [const { AtomicI32::new(-1) }; PARTS],
-            handed_inode: [const { AtomicU64::new(0) }; PARTS],
+            handed_file: [const { (AtomicU64::new(0), AtomicU64::new(0)) }; PARTS],
         })
     }
 }

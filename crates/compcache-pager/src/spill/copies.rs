@@ -19,7 +19,7 @@ use crate::table::Phase;
 use compcache_store::PageIndex;
 use core::ffi::c_void;
 use core::sync::atomic::Ordering::*;
-use rustix::fd::{AsRawFd, FromRawFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 /// Between two looks at whether copies have ended.
@@ -83,8 +83,9 @@ impl Spill {
             };
             // Not where the program expects its own: another of its threads may write to a number that it closed before.
             let file = process::out_of_the_way(file);
-            let inode = rustix::fs::fstat(&file).map_or(0, |stat| stat.st_ino);
-            self.handed_inode[part].store(inode, Release);
+            let (device, inode) = rustix::fs::fstat(&file).map_or((0, 0), |stat| (stat.st_dev, stat.st_ino));
+            self.handed_file[part].0.store(device, Release);
+            self.handed_file[part].1.store(inode, Release);
             self.handed[part].store(file.as_raw_fd(), Release);
             core::mem::forget(file);
         }
@@ -93,18 +94,26 @@ impl Spill {
 
     /// Closes in the calling thread's table what was opened there by [`Spill::hand_over`].
     pub fn close_handed(&self) {
-        for (handed, inode) in self.handed.iter().zip(&self.handed_inode) {
+        for (part, handed) in self.handed.iter().enumerate() {
             let number = handed.swap(-1, AcqRel);
             if number < 0 {
                 continue;
             }
             // SAFETY: opened by us; only dropped, and only if the program has not closed it and opened something else.
             let file = unsafe { OwnedFd::from_raw_fd(number) };
-            match rustix::fs::fstat(&file) {
-                Ok(stat) if stat.st_ino == inode.load(Acquire) && stat.st_nlink == 0 => drop(file),
-                _ => core::mem::forget(file),
+            match self.is_handed(part, &file) {
+                true => drop(file),
+                false => core::mem::forget(file),
             }
         }
+    }
+
+    /// Whether it is the file that was handed over: no other has its number while the evictor has it open. On file systems that give open files a hidden
+    /// name instead of none (NFS) it has a link.
+    fn is_handed(&self, part: usize, file: impl AsFd) -> bool {
+        let (device, inode) = &self.handed_file[part];
+        let is_it = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino) == (device.load(Acquire), inode.load(Acquire));
+        rustix::fs::fstat(file).is_ok_and(is_it)
     }
 
     /// The descriptors that a copy's evictor must keep.
@@ -198,12 +207,10 @@ impl Spill {
         for (part, number) in self.handed().into_iter().enumerate().filter(|(_, number)| *number >= 0) {
             // SAFETY: opened for this, and in this table nobody else's.
             let file = unsafe { OwnedFd::from_raw_fd(number) };
-            match rustix::fs::fstat(&file) {
-                Ok(stat) if stat.st_ino == self.handed_inode[part].load(Acquire) => {
-                    self.files.put(part, process::out_of_the_way(file));
-                }
+            match self.is_handed(part, &file) {
+                true => self.files.put(part, process::out_of_the_way(file)),
                 // The program has closed it, and this is a file of its own.
-                _ => core::mem::forget(file),
+                false => core::mem::forget(file),
             }
         }
     }

@@ -226,6 +226,18 @@ fn a_full_file_system_and_a_full_file_are_said_once_and_the_program_goes_on() {
 }
 
 #[test]
+fn what_a_process_gives_up_is_room_for_others_in_their_files() {
+    let _shared = beside_others();
+    for way in ways() {
+        let place = place();
+        let program = spills(&["frees", "128"], place.path()).flags(["--spill-max", "176M"]);
+        let outcome = program.paged(way, &Cap::Ram(32 * MIB));
+        must_have_spilled(&outcome);
+        assert_eq!(outcome.text(), "spills: right\nspills: right\n", "{way:?}: {}", outcome.explain());
+    }
+}
+
+#[test]
 fn programs_of_several_processes_print_the_same_with_most_of_it_in_files() {
     let _shared = beside_others();
     let python = "import multiprocessing, hashlib, random\n\

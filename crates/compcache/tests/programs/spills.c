@@ -7,6 +7,7 @@
  *   spills forks MB ROUNDS          a parent that changes everything after each fork, whose children check slowly what was there
  *   spills outlived MB              the parent ends at once; the child reads what it had
  *   spills fileless MB DIR          a child that finds no place for a file of its own, DIR being gone, reads what it had
+ *   spills frees MB                 gives up what it wrote, and a child that is a new program needs as much
  *   spills exec MB                  work, then the same program again in its place
  *   spills closes MB                work, with every descriptor closed now and then
  *   spills waits MB                 "ready" when written; then reads at each line of its input, and says "right" or dies by a signal
@@ -186,6 +187,20 @@ static void fileless(const char *directory)
 	check_all();
 }
 
+static void frees(const char *mib)
+{
+	write_all(1);
+	check_all();
+	if (munmap(memory, pages * PAGE)) die("munmap: %s", strerror(errno));
+	pid_t child = fork();
+	if (child < 0) die("fork: %s", strerror(errno));
+	if (child == 0) {
+		execl("/proc/self/exe", "spills", "work", mib, "2", "1", (char *)NULL);
+		die("exec: %s", strerror(errno));
+	}
+	await_child(child);
+}
+
 int main(int count, char **arguments)
 {
 	const char *mode = count > 1 ? arguments[1] : "work";
@@ -206,6 +221,8 @@ int main(int count, char **arguments)
 		outlived();
 	} else if (!strcmp(mode, "fileless") && count > 3) {
 		fileless(arguments[3]);
+	} else if (!strcmp(mode, "frees") && count > 2) {
+		frees(arguments[2]);
 	} else if (!strcmp(mode, "exec")) {
 		work(2, 1);
 		execl("/proc/self/exe", "spills", "work", arguments[2], "2", "1", (char *)NULL);
