@@ -64,16 +64,33 @@ impl Lower {
 
 /// Writes all of `from` at `offset_bytes`, or as much as there is room for; an error only if nothing was written.
 pub fn write(file: impl AsFd, offset_bytes: u64, from: &[u8]) -> io::Result<usize> {
+    match write_on(file, offset_bytes, from) {
+        (0, Err(error)) => Err(error),
+        (written, _) => Ok(written),
+    }
+}
+
+/// Writes all of `from` at `offset_bytes`, or else says why not: who writes back what was stored through a mapping does not look at how much
+/// of it was written.
+pub fn write_back(file: impl AsFd, offset_bytes: u64, from: &[u8]) -> io::Result<usize> {
+    match write_on(file, offset_bytes, from) {
+        (written, Ok(())) if written < from.len() => Err(Errno::IO),
+        (written, ended) => ended.map(|()| written),
+    }
+}
+
+/// Writes as much as can be; how much that was, and what there was no way around.
+fn write_on(file: impl AsFd, offset_bytes: u64, from: &[u8]) -> (usize, io::Result<()>) {
     let mut done = 0;
     while done < from.len() {
         match pwrite(&file, &from[done..], offset_bytes + done as u64) {
             Err(Errno::INTR) => {}
-            Err(error) if done == 0 => return Err(error),
-            Err(_) | Ok(0) => break,
+            Err(error) => return (done, Err(error)),
+            Ok(0) => break,
             Ok(written) => done += written,
         }
     }
-    Ok(done)
+    (done, Ok(()))
 }
 
 /// Writes `from` where the file ends at that moment, whoever else appends; returns how much, and where it begins.

@@ -138,11 +138,15 @@ impl Tree {
             open.node.has_pages.store(true, SeqCst);
         }
         // Pages that are written back have their place; their flags are nobody's.
-        let appends = flags.0 as u32 & OFlags::APPEND.bits() != 0 && !how.contains(WriteFlags::FUSE_WRITE_CACHE);
+        let writes_back = how.contains(WriteFlags::FUSE_WRITE_CACHE);
+        let appends = flags.0 as u32 & OFlags::APPEND.bits() != 0 && !writes_back;
         dropping_suid(how.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID), &open.node, || {
             if !appends {
                 let bytes = (offset_bytes, offset_bytes.saturating_add(from.len() as u64));
-                let write = || lower::write(&open.fd, offset_bytes, from);
+                let write = || match writes_back {
+                    true => lower::write_back(&open.fd, offset_bytes, from),
+                    false => lower::write(&open.fd, offset_bytes, from),
+                };
                 return self.writing_pages(&open.node, bytes, write, |written| (offset_bytes, &from[..*written]));
             }
             let _alone = open.position.lock().unwrap_or_else(PoisonError::into_inner);

@@ -21,6 +21,7 @@
 //! | `mount.rs`         | a mount caches, notices what changes behind it, changes its limit, ends, and is cleaned up |
 //! | `mount_files.rs`   | files on it are arrays of bytes, through every way of writing and reading, from both sides |
 //! | `mount_clients.rs` | fio, stress-ng, git, tar, sqlite and a compiler on it find what they wrote                 |
+//! | `mount_below.rs`   | what special file systems below do, run out of room for one, it does too                     |
 //! | `mount_posix.rs`   | a mounted tree answers as the tree itself, errno for errno                               |
 //! | `mount_network.rs` | most of it once more where the tree lies on NFS, in an emulated machine                     |
 //! | `mount_user.rs`    | a user without root's rights mounts, unmounts, and cleans up                               |
@@ -49,6 +50,7 @@ mod disk_origin;
 mod disks;
 mod memory_tester;
 mod mount;
+mod mount_below;
 mod mount_clients;
 mod mount_files;
 mod mount_network;

@@ -35,6 +35,11 @@ impl Tree {
         Tree::start(scratch(), false, None, arguments)
     }
 
+    /// One in a directory where there may be a source already.
+    pub fn mounted_in(directory: TempDir, arguments: &[&str]) -> Tree {
+        Tree::start(directory, false, None, arguments)
+    }
+
     /// One that is mounted over itself.
     pub fn over_itself(directory: TempDir, arguments: &[&str]) -> Tree {
         Tree::start(directory, true, None, arguments)

@@ -1,0 +1,93 @@
+//! Trees over file systems of a test's own: what those refuse, or do in their own way, is so on the mount.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::ptr;
+
+use tempfile::TempDir;
+
+use crate::support::{Tree, can_mount, scratch};
+
+const MIB: usize = 1 << 20;
+
+/// A file system that is mounted below the source of a tree, and unmounted after that.
+struct Below {
+    // In this order: the tree lies on it.
+    tree: Option<Tree>,
+    source: PathBuf,
+}
+
+impl Below {
+    /// `mount` with these arguments and the place, then a tree over that.
+    fn mounted(mount: &[&str], arguments: &[&str]) -> Below {
+        Below::prepared(
+            |directory| run("mount", &[mount, &[path(&directory.path().join("source"))]].concat()),
+            arguments,
+        )
+    }
+
+    /// A tree over what `prepare` mounts at `source` in a directory of its own.
+    fn prepared(prepare: impl FnOnce(&TempDir), arguments: &[&str]) -> Below {
+        let directory = scratch();
+        let source = directory.path().join("source");
+        fs::create_dir(&source).unwrap();
+        prepare(&directory);
+        Below { tree: Some(Tree::mounted_in(directory, arguments)), source }
+    }
+
+    fn tree(&mut self) -> &mut Tree {
+        self.tree.as_mut().expect("it is there until the end")
+    }
+}
+
+impl Drop for Below {
+    fn drop(&mut self) {
+        // With the tree its directory goes, which must not have anything mounted in it by then.
+        if let Some(mut tree) = self.tree.take() {
+            let _ = tree.child.kill();
+            let _ = tree.child.wait();
+            for place in [&tree.target(), &self.source] {
+                let _ = Command::new("umount").arg("-l").arg(place).stderr(Stdio::null()).status();
+            }
+        }
+    }
+}
+
+fn path(path: &Path) -> &str {
+    path.to_str().expect("a name of ours")
+}
+
+#[track_caller]
+fn run(program: &str, arguments: &[&str]) {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn what_there_is_no_room_for_below_is_not_said_to_be_synced() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let mut below = Below::mounted(&["-t", "tmpfs", "-o", "size=4M", "none"], &[]);
+    let tree = below.tree();
+    fs::write(tree.source().join("other"), vec![1; 7 * MIB / 2]).unwrap();
+    let file = File::options().read(true).write(true).create_new(true).open(tree.target().join("f")).unwrap();
+    file.set_len(MIB as u64).unwrap();
+    // SAFETY: a mapping of a file that nobody cuts while it is there, written to within its length and unmapped once.
+    let (synced, error) = unsafe {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let map = libc::mmap(ptr::null_mut(), MIB, access, libc::MAP_SHARED, file.as_raw_fd(), 0);
+        assert_ne!(map, libc::MAP_FAILED, "{}", io::Error::last_os_error());
+        map.cast::<u8>().write_bytes(7, MIB);
+        let synced = libc::msync(map, MIB, libc::MS_SYNC);
+        let error = io::Error::last_os_error();
+        libc::munmap(map, MIB);
+        (synced, error)
+    };
+    assert_eq!((synced, error.raw_os_error()), (-1, Some(libc::ENOSPC)));
+    drop(file);
+    below.tree().unmount();
+}
