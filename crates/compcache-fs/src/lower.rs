@@ -31,15 +31,17 @@ impl Lower {
     }
 
     /// Reads from `offset_bytes` on until `into` is full or the file ends; returns how much there was.
+    ///
+    /// # Errors
+    /// A part cannot be read. What came before it is not said: whoever is given less than he asked for takes that for the end of the file, and the
+    /// kernel zeroes for the rest. After an error it asks again, page by page.
     pub fn read(&self, file: impl AsFd, offset_bytes: u64, into: &mut [u8]) -> io::Result<usize> {
         let mut done = 0;
         while done < into.len() {
             let read = match self.read_once(file.as_fd(), offset_bytes + done as u64, &mut into[done..]) {
                 Err(Errno::INTR) => continue,
-                // What came before the place that cannot be read is said first; whoever goes on there is told.
-                Err(error) if done == 0 => return Err(error),
-                Err(_) | Ok(0) => break,
-                Ok(read) => read,
+                Ok(0) => break,
+                read => read?,
             };
             done += read;
         }
@@ -105,4 +107,39 @@ pub fn append(file: impl AsFd, from: &[u8]) -> io::Result<(usize, u64)> {
 /// Lets go of what the kernel keeps of the whole file below, as far as it is written out.
 pub fn let_go(file: impl AsFd) {
     let _ = fadvise(file, 0, None, Advice::DontNeed);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+
+    use super::*;
+
+    /// The end of the first piece of our memory that can be read and has nothing behind it.
+    fn end_of_memory() -> u64 {
+        let maps = fs::read_to_string("/proc/self/maps").unwrap();
+        let number = |text: &str| u64::from_str_radix(text, 16).unwrap();
+        let pieces: Vec<_> = maps
+            .lines()
+            .map(|line| {
+                let (range, rest) = line.split_once(' ').unwrap();
+                let (start, end) = range.split_once('-').unwrap();
+                (number(start), number(end), rest.starts_with('r'))
+            })
+            .collect();
+        let mut pairs = pieces.windows(2);
+        pairs.find(|pair| pair[0].2 && pair[0].1 + 4096 <= pair[1].0).map(|pair| pair[0].1).expect("there are gaps")
+    }
+
+    #[test]
+    fn a_part_that_cannot_be_read_is_no_end_of_the_file() {
+        let (memory, end) = (File::open("/proc/self/mem").unwrap(), end_of_memory());
+        let (lower, mut into) = (Lower::new(), [0; 8192]);
+        assert_eq!(lower.read(&memory, end - 4096, &mut into), Err(Errno::IO));
+        assert_eq!(lower.read(&memory, end - 4096, &mut into[..4096]), Ok(4096));
+        assert_eq!(lower.read(&memory, end, &mut into), Err(Errno::IO));
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(5000).unwrap();
+        assert_eq!(lower.read(&file, 0, &mut into), Ok(5000));
+    }
 }
