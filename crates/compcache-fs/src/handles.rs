@@ -21,10 +21,22 @@ pub struct OpenFile {
     pub writes: bool,
     /// Changes behind the mount are noticed meanwhile.
     pub watched: bool,
+    /// To be [confirmed](crate::kept) with the first request, or 0.
+    pub unconfirmed: AtomicU64,
     /// Held by who uses the descriptor's position.
     pub position: Mutex<()>,
     /// What was asked for in order.
     pub run: Mutex<Run>,
+}
+
+impl OpenFile {
+    /// The kernel asks for something by this handle: it has taken note of how it was given it.
+    fn is_asked(&self) {
+        if self.unconfirmed.load(Relaxed) != 0 {
+            let number = self.unconfirmed.swap(0, Relaxed);
+            self.node.kept.lock().unwrap_or_else(PoisonError::into_inner).confirm(number);
+        }
+    }
 }
 
 /// The same file for direct reads, opened when one is wanted for the first time.
@@ -103,5 +115,12 @@ impl<T> Handles<T> {
     /// Takes it out; it is closed when the last who uses it has done so.
     pub fn remove(&self, handle: FileHandle) -> Option<Arc<T>> {
         self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0)
+    }
+}
+
+impl Handles<OpenFile> {
+    /// The file of a request other than to close it, which comes also if the kernel could not do anything with the handle.
+    pub fn asked(&self, handle: FileHandle) -> io::Result<Arc<OpenFile>> {
+        self.get(handle).inspect(|open| open.is_asked())
     }
 }

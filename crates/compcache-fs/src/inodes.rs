@@ -34,7 +34,8 @@ use fuser::INodeNo;
 use rustix::fs::{CWD, FileType, Mode, OFlags, Statx, openat};
 use rustix::io::{self, Errno};
 
-use crate::stamp::{Stamp, id_of, look};
+use crate::kept::Kept;
+use crate::stamp::{id_of, look};
 
 const DEVICE_SHIFT: u32 = 48;
 /// Descriptors that are not for files the kernel knows.
@@ -54,8 +55,8 @@ pub struct Node {
     fd: OwnedFd,
     /// Where it was last found, by parent and name.
     found: Mutex<(INodeNo, OsString)>,
-    /// What the file was like when the kernel was last allowed to keep what it has of it.
-    pub kept: Mutex<Option<Stamp>>,
+    /// What the kernel has of it.
+    pub kept: Mutex<Kept>,
     /// Whether the kernel may have whole pages of it: some were read, or written, since it was last to forget them.
     pub has_pages: AtomicBool,
 }
@@ -63,7 +64,7 @@ pub struct Node {
 impl Node {
     fn new(number: INodeNo, id: FileId, fd: OwnedFd, parent: INodeNo, name: &OsStr) -> Node {
         let found = Mutex::new((parent, name.to_owned()));
-        Node { number, id, fd, found, kept: Mutex::new(None), has_pages: AtomicBool::new(false) }
+        Node { number, id, fd, found, kept: Mutex::default(), has_pages: AtomicBool::new(false) }
     }
 
     /// What is known of the file now.

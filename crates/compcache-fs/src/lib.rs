@@ -29,6 +29,7 @@ mod caller;
 mod error;
 mod handles;
 mod inodes;
+mod kept;
 mod lower;
 mod mount;
 mod stamp;

@@ -537,8 +537,9 @@ mod tests {
         }
         let stamp = stamp_of(&look(&file).unwrap());
         let node = Inodes::new(dir).unwrap().get(INodeNo::ROOT).unwrap();
-        let (direct, position, run) = Default::default();
-        (Arc::new(OpenFile { fd: file.into(), direct, node, writes: false, watched: false, position, run }), stamp)
+        let (direct, unconfirmed, position, run) = Default::default();
+        let (fd, writes, watched) = (file.into(), false, false);
+        (Arc::new(OpenFile { fd, direct, node, writes, watched, unconfirmed, position, run }), stamp)
     }
 
     /// Reads what is planned, as the thread does. Returns how many pages that were.

@@ -29,7 +29,7 @@ pub struct Changes {
 impl Tree {
     pub fn attributes_of(&self, number: INodeNo, handle: Option<FileHandle>) -> io::Result<FileAttr> {
         // A file that was opened is asked itself: its node may be one the kernel has just forgotten.
-        let stat = match handle.and_then(|handle| self.files.get(handle).ok()) {
+        let stat = match handle.and_then(|handle| self.files.asked(handle).ok()) {
             Some(open) => look(&open.fd)?,
             None => self.inodes.get(number)?.look()?,
         };
@@ -71,7 +71,7 @@ impl Tree {
 
     /// Gives a file another length.
     fn cut(&self, caller: Caller, node: &Node, handle: Option<FileHandle>, size_bytes: u64) -> io::Result<()> {
-        let open = handle.and_then(|handle| self.files.get(handle).ok()).filter(|open| open.writes);
+        let open = handle.and_then(|handle| self.files.asked(handle).ok()).filter(|open| open.writes);
         // Whoever may not keep these bits is not told by fuser; root alone is taken to be allowed.
         let cut = || match &open {
             Some(open) => ftruncate(&open.fd, size_bytes),

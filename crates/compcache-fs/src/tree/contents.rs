@@ -1,7 +1,6 @@
 //! What is in files.
 
 use std::ffi::OsStr;
-use std::mem;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -70,17 +69,13 @@ impl Tree {
         let mut how = if writes { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
         // Before it is looked at: what comes later is heard.
         let watched = self.watches.as_ref().is_some_and(|watches| watches.begin(&node));
-        how.set(FopenFlags::FOPEN_KEEP_CACHE, self.may_keep(&fd, &node));
-        let (direct, position, run) = (Direct::default(), Mutex::new(()), Mutex::default());
-        (self.files.add(OpenFile { fd, direct, node, writes, watched, position, run }), how)
-    }
-
-    /// Whether the file is what it was when the kernel was last told so: then it may keep what it has of it.
-    fn may_keep(&self, fd: &OwnedFd, node: &Node) -> bool {
-        let stamp = look(fd).map(|stat| stamp_of(&stat)).ok();
+        let stamp = look(&fd).map(|stat| stamp_of(&stat)).ok();
         let stamp = stamp.filter(|stamp| self.exclusive || stamp.is_settled(now()));
-        let before = mem::replace(&mut *node.kept.lock().unwrap_or_else(PoisonError::into_inner), stamp);
-        stamp.is_some() && stamp == before
+        let unconfirmed = node.kept.lock().unwrap_or_else(PoisonError::into_inner).open(stamp);
+        how.set(FopenFlags::FOPEN_KEEP_CACHE, unconfirmed == 0);
+        let (direct, unconfirmed, position, run) =
+            (Direct::default(), unconfirmed.into(), Mutex::new(()), Mutex::default());
+        (self.files.add(OpenFile { fd, direct, node, writes, watched, unconfirmed, position, run }), how)
     }
 
     /// Calls `change`, which changes the bytes from .. to of a file; nothing older of them is kept, here or by reads under way.
@@ -107,9 +102,7 @@ impl Tree {
         self.ahead.void(node.id, pages);
         if self.exclusive {
             if let Ok(stat) = node.look() {
-                let mut kept = node.kept.lock().unwrap_or_else(PoisonError::into_inner);
-                *kept = kept.map(|_| stamp_of(&stat));
-                drop(kept);
+                node.kept.lock().unwrap_or_else(PoisonError::into_inner).follow(stamp_of(&stat));
                 if let Ok(changed) = &changed {
                     let (offset_bytes, from) = written(changed);
                     let (first, pages, rest) = whole_pages(offset_bytes, from);
@@ -133,7 +126,7 @@ impl Tree {
         how: WriteFlags,
         flags: OpenFlags,
     ) -> io::Result<usize> {
-        let open = self.files.get(handle)?;
+        let open = self.files.asked(handle)?;
         if from.len() as u64 >= PAGE {
             open.node.has_pages.store(true, SeqCst);
         }
@@ -185,14 +178,14 @@ impl Tree {
     }
 
     pub fn close_report(&self, handle: FileHandle) -> io::Result<()> {
-        let open = self.files.get(handle)?;
+        let open = self.files.asked(handle)?;
         let closed = if open.writes { sys::close_report(&open.fd) } else { Ok(()) };
         closed.inspect_err(|_| self.may_be_lost(&open.node))
     }
 
     /// When it returns, the file below has it where its file system puts it; what was kept there for writing is let go of.
     pub fn sync_file(&self, handle: FileHandle, data_alone: bool) -> io::Result<()> {
-        let open = self.files.get(handle)?;
+        let open = self.files.asked(handle)?;
         let synced = if data_alone { fdatasync(&open.fd) } else { fsync(&open.fd) };
         synced.inspect_err(|_| self.may_be_lost(&open.node))?;
         lower::let_go(&open.fd);
@@ -207,7 +200,7 @@ impl Tree {
         length_bytes: u64,
         mode: i32,
     ) -> io::Result<()> {
-        let open = self.files.get(handle)?;
+        let open = self.files.asked(handle)?;
         let mode = FallocateFlags::from_bits_retain(mode as u32);
         let bytes = (offset_bytes, offset_bytes.saturating_add(length_bytes));
         let allocate = || fallocate(&open.fd, mode, offset_bytes, length_bytes);
@@ -221,7 +214,7 @@ impl Tree {
         to: (FileHandle, u64),
         length_bytes: u64,
     ) -> io::Result<usize> {
-        let (source, target) = (self.files.get(from.0)?, self.files.get(to.0)?);
+        let (source, target) = (self.files.asked(from.0)?, self.files.asked(to.0)?);
         let (mut from, mut to) = (from.1, to.1);
         let length = length_bytes.min(COPY_BYTES_MAX) as usize;
         let bytes = (to, to.saturating_add(length as u64));
@@ -231,7 +224,7 @@ impl Tree {
 
     /// Where the next data or hole is; the kernel asks for nothing else.
     pub fn seek_file(&self, handle: FileHandle, offset: i64, whence: i32) -> io::Result<u64> {
-        let open = self.files.get(handle)?;
+        let open = self.files.asked(handle)?;
         let offset = u64::try_from(offset).map_err(|_| Errno::NXIO)?;
         let _alone = open.position.lock().unwrap_or_else(PoisonError::into_inner);
         match whence {
@@ -255,4 +248,72 @@ fn whole_pages(offset_bytes: u64, from: &[u8]) -> (u64, &[Page], &[u8]) {
 fn flags_below(flags: OpenFlags) -> OFlags {
     let kept = OFlags::RWMODE | OFlags::SYNC | OFlags::DSYNC | OFlags::NOATIME;
     OFlags::from_bits_retain(flags.0 as u32) & kept | OFlags::CLOEXEC
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::sync::mpsc::channel;
+    use std::thread::sleep;
+    use std::time::Duration;
+
+    use compcache_cache::Cache;
+    use compcache_store::Codec;
+
+    use super::*;
+    use crate::inodes::Inodes;
+    use crate::tree::Parts;
+    use crate::tree::reading::Bytes;
+
+    impl Bytes for &mut Vec<u8> {
+        fn bytes(self, bytes: &[u8], _: bool) {
+            self.extend_from_slice(bytes);
+        }
+
+        fn failed(self, error: Errno) {
+            panic!("{error}");
+        }
+    }
+
+    #[test]
+    fn the_kernel_keeps_pages_only_of_a_version_that_it_has_dropped_others_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("f");
+        let parts = Parts {
+            inodes: Arc::new(Inodes::new(directory.path()).unwrap()),
+            cache: Arc::new(Cache::new(1 << 20, Codec::Lz4).unwrap()),
+            exclusive: false,
+            remembered: Duration::ZERO,
+            watches: None,
+            notices: channel().0,
+            by_rings: false,
+        };
+        let (tree, _jobs) = Tree::new(parts);
+        let open = || {
+            let number = tree.find(INodeNo::ROOT, OsStr::new("f")).unwrap().node.number;
+            let (handle, how) = tree.open_file(number, OpenFlags(0)).unwrap();
+            (handle, how.contains(FopenFlags::FOPEN_KEEP_CACHE))
+        };
+        for content in ["one", "another"] {
+            fs::write(&path, content).unwrap();
+            sleep(Duration::from_millis(100));
+            let (one, two) = (open(), open());
+            assert!(!one.1 && !two.1, "{content}: it has been told to drop pages, and may not have done it yet");
+            tree.close_file(two.0);
+            assert!(!open().1, "closed, as is what could not be used");
+            let mut read = Vec::new();
+            tree.read_file(one.0, 0, 100, &mut read);
+            assert_eq!(read, content.as_bytes());
+            assert!(open().1 && open().1);
+        }
+        // Who has asked for something by a handle of the version before.
+        let old = open().0;
+        fs::write(&path, "a third").unwrap();
+        sleep(Duration::from_millis(100));
+        let new = open();
+        tree.read_file(old, 0, 100, &mut Vec::new());
+        assert!(!new.1 && !open().1);
+        tree.close_report(new.0).unwrap();
+        assert!(open().1);
+    }
 }

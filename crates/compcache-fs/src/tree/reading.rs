@@ -70,7 +70,7 @@ thread_local! {
 
 impl Tree {
     pub fn read_file(&self, handle: FileHandle, offset_bytes: u64, length_bytes: usize, reply: impl Bytes) {
-        let open = match self.files.get(handle) {
+        let open = match self.files.asked(handle) {
             Ok(open) => open,
             Err(error) => return reply.failed(error),
         };
