@@ -51,6 +51,7 @@ use crate::watch::Watches;
 use ahead::Ahead;
 pub use ahead::{Jobs, Run};
 use attributes::{Changes, timespec};
+use directories::Entry;
 use names::Made;
 use xattrs::Value;
 
@@ -446,10 +447,20 @@ impl Filesystem for ByLibrary {
 
     fn readdirplus(&self, _: &Request, _: INodeNo, handle: FileHandle, offset: u64, mut reply: ReplyDirectoryPlus) {
         let _then = self.0.soon_done();
-        let listed = self.0.list_with_attributes(handle, offset, |shown, generation, next, name| {
-            !reply.add(shown.ino, next, name, &self.0.remembered, shown, Generation(generation))
+        let mut given = Ok(0);
+        let listed = self.0.list_with_attributes(handle, offset, |entry, next, name| match entry {
+            Entry::Known(shown, generation) => {
+                given = given.map(|given| given + 1);
+                !reply.add(shown.ino, next, name, &self.0.remembered, shown, Generation(generation))
+            }
+            // The library has no names without a file. Mostly the kernel asks for what comes next without attributes.
+            Entry::Named(_, _, error) => {
+                given = if given == Ok(0) { Err(error) } else { given };
+                false
+            }
         });
         answered!(reply, listed);
+        answered!(reply, given);
         reply.ok();
     }
 

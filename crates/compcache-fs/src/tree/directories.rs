@@ -11,13 +11,21 @@ use std::sync::PoisonError;
 use compcache_cache::FileId;
 use fuser::{FileAttr, FileHandle, FileType, FopenFlags, INodeNo};
 use rustix::fs::{OFlags, RawDir, SeekFrom, fdatasync, fsync, seek};
-use rustix::io;
+use rustix::io::{self, Errno};
 
 use super::Tree;
 use crate::handles::{Listed, Listing, OpenDirectory};
 
 /// Read below at once.
 const BATCH_BYTES: usize = 32 << 10;
+
+/// What is known of a name.
+pub enum Entry<'a> {
+    /// All of it, and the generation of its number; the kernel is given the file.
+    Known(&'a FileAttr, u64),
+    /// That it is there, its number and kind; why no more.
+    Named(INodeNo, FileType, Errno),
+}
 
 impl Tree {
     pub fn open_directory(&self, number: INodeNo) -> io::Result<(FileHandle, FopenFlags)> {
@@ -40,30 +48,37 @@ impl Tree {
         mut give: impl FnMut(INodeNo, u64, FileType, &OsStr) -> bool,
     ) -> io::Result<()> {
         self.each_name(handle, offset, |open, listed| {
-            let id = FileId { dev: open.node.id.dev, ino: listed.ino };
-            let number = INodeNo(self.inodes.shown(id));
             let kind = listed.kind.or_else(|| self.kind_of(open, &listed.name)).unwrap_or(FileType::RegularFile);
-            give(number, listed.next, kind, &listed.name)
+            give(self.number_of(open, listed), listed.next, kind, &listed.name)
         })
     }
 
-    /// The same with all that is known of each, and the generation of its number.
+    /// The same with all that is known of each.
     pub fn list_with_attributes(
         &self,
         handle: FileHandle,
         offset: u64,
-        mut give: impl FnMut(&FileAttr, u64, u64, &OsStr) -> bool,
+        mut give: impl FnMut(Entry<'_>, u64, &OsStr) -> bool,
     ) -> io::Result<()> {
         self.each_name(handle, offset, |open, listed| {
             // The kernel takes no note of the file behind these two.
             if listed.name == "." || listed.name == ".." {
                 let Ok(stat) = open.node.look() else { return true };
                 let shown = self.shown(&stat, open.node.number);
-                return give(&shown, 0, listed.next, &listed.name);
+                return give(Entry::Known(&shown, 0), listed.next, &listed.name);
             }
-            // Gone in the meantime.
-            let Ok(made) = self.find_in(&open.node, &listed.name) else { return true };
-            let has_room = give(&made.attributes(), made.generation(), listed.next, &listed.name);
+            let made = match self.find_in(&open.node, &listed.name) {
+                Ok(made) => made,
+                // Gone in the meantime.
+                Err(Errno::NOENT) => return true,
+                // Who may list a directory may not look into it, maybe.
+                Err(error) => {
+                    let kind = listed.kind.unwrap_or(FileType::RegularFile);
+                    let entry = Entry::Named(self.number_of(open, listed), kind, error);
+                    return give(entry, listed.next, &listed.name);
+                }
+            };
+            let has_room = give(Entry::Known(&made.attributes(), made.generation()), listed.next, &listed.name);
             if !has_room {
                 self.inodes.forget(made.node.number, 1);
             }
@@ -99,6 +114,10 @@ impl Tree {
                 return Ok(());
             }
         }
+    }
+
+    fn number_of(&self, open: &OpenDirectory, listed: &Listed) -> INodeNo {
+        INodeNo(self.inodes.shown(FileId { dev: open.node.id.dev, ino: listed.ino }))
     }
 
     fn kind_of(&self, open: &OpenDirectory, name: &OsStr) -> Option<FileType> {

@@ -14,6 +14,7 @@ use rustix::io::{self, Errno};
 
 use super::Tree;
 use super::attributes::{Changes, NOW};
+use super::directories::Entry;
 use super::names::Made;
 use super::reading::Bytes;
 use super::xattrs::Value;
@@ -188,9 +189,12 @@ impl Tree {
             }
             opcode::READDIRPLUS => {
                 let mut out = Names::new(payload, asked.u32_at(16));
-                self.list_with_attributes(handle, offset, |known, generation, next, name| {
-                    let entry = self.entry_bytes(known, generation);
-                    out.add(&entry, known.ino, next, known.kind, name)
+                self.list_with_attributes(handle, offset, |entry, next, name| match entry {
+                    Entry::Known(known, generation) => {
+                        out.add(&self.entry_bytes(known, generation), known.ino, next, known.kind, name)
+                    }
+                    // Without a node the kernel takes the name alone.
+                    Entry::Named(number, kind, _) => out.add(&[0; ENTRY_BYTES], number, next, kind, name),
                 })?;
                 Ok(out.length)
             }

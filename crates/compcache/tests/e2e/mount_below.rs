@@ -1,5 +1,6 @@
 //! Trees over file systems of a test's own: what those refuse, or do in their own way, is so on the mount.
 
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -90,4 +91,35 @@ fn what_there_is_no_room_for_below_is_not_said_to_be_synced() {
     assert_eq!((synced, error.raw_os_error()), (-1, Some(libc::ENOSPC)));
     drop(file);
     below.tree().unmount();
+}
+
+#[test]
+fn a_name_of_which_nothing_can_be_known_is_listed_with_the_others() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted(&["--remember", "1"]);
+    let names = |place: &Path| {
+        let mut names: Vec<_> = fs::read_dir(place).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    let mut made: Vec<_> = (0..50).map(|number| format!("name {number}").into()).collect();
+    made.iter().for_each(|name: &OsString| drop(File::create(tree.source().join(name)).unwrap()));
+    // The one whose server has died answers nothing, whoever asks.
+    let dead = tree.source().join("dead");
+    fs::create_dir(&dead).unwrap();
+    made.push("dead".into());
+    made.sort();
+    let mut inner = Tree::mounted(&[]);
+    run("mount", &["--bind", path(&inner.target()), path(&dead)]);
+    inner.child.kill().unwrap();
+    inner.child.wait().unwrap();
+    let (above, below) = (names(&tree.target()), names(&tree.source()));
+    let error = fs::metadata(tree.target().join("dead")).map_err(|error| error.raw_os_error());
+    run("umount", &["-l", path(&dead)]);
+    assert_eq!(above, made);
+    assert_eq!(below, made);
+    let dead = [libc::ENOTCONN, libc::ECONNABORTED, libc::ECANCELED].map(Some);
+    assert!(error.as_ref().is_err_and(|error| dead.contains(error)), "{error:?}");
 }

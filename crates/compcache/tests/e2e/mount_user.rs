@@ -104,3 +104,24 @@ fn what_a_user_may_not_is_refused_with_the_reason() {
     assert!(printed.contains("user_allow_other"), "{printed}");
     assert_eq!(printed.matches("status 125").count(), 2, "{printed}");
 }
+
+#[test]
+fn a_directory_that_may_be_listed_and_not_entered_has_all_its_names() {
+    if !can() {
+        return;
+    }
+    let printed = as_nobody(
+        r#"
+mkdir source/d source/d/sub; (cd source/d && seq -f "name %g" 2000 | tr "\n" "\0" | xargs -0 touch); chmod 444 source/d
+./compcache mount --memory 8M --remember 1 source target & server=$!
+mounted
+ls source/d >source/below; ls target/d >source/above; cmp source/below source/above
+wc -l <source/above
+chmod 755 target/d; ls target/d | cmp source/below -
+stat -c %n "target/d/name 7"
+./compcache umount target
+wait $server; echo "ended $?"
+"#,
+    );
+    assert_eq!(printed, "2001\ntarget/d/name 7\nended 0\n");
+}
