@@ -35,7 +35,7 @@ use rustix::fs::{CWD, FileType, Mode, OFlags, Statx, openat};
 use rustix::io::{self, Errno};
 
 use crate::kept::Kept;
-use crate::stamp::{id_of, look};
+use crate::stamp::{generation_of, id_of, look};
 
 const DEVICE_SHIFT: u32 = 48;
 /// Descriptors that are not for files the kernel knows.
@@ -51,6 +51,9 @@ pub struct Node {
     /// What the kernel calls it.
     pub number: INodeNo,
     pub id: FileId,
+    /// Tells the file from one that had its number before; the same for as long as the kernel knows the file. What it comes from may change: on
+    /// overlayfs, when a file is written to for the first time.
+    pub generation: u64,
     /// Opened with O_PATH: good for what takes a place in the tree, not for contents.
     fd: OwnedFd,
     /// Where it was last found, by parent and name.
@@ -62,9 +65,10 @@ pub struct Node {
 }
 
 impl Node {
-    fn new(number: INodeNo, id: FileId, fd: OwnedFd, parent: INodeNo, name: &OsStr) -> Node {
+    fn new(number: INodeNo, stat: &Statx, fd: OwnedFd, parent: INodeNo, name: &OsStr) -> Node {
+        let (id, generation) = (id_of(stat), generation_of(stat));
         let found = Mutex::new((parent, name.to_owned()));
-        Node { number, id, fd, found, kept: Mutex::default(), has_pages: AtomicBool::new(false) }
+        Node { number, id, generation, fd, found, kept: Mutex::default(), has_pages: AtomicBool::new(false) }
     }
 
     /// What is known of the file now.
@@ -124,8 +128,9 @@ impl Inodes {
         let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let descriptors = openat(CWD, "/proc/self/fd", directory, Mode::empty())?;
         let fd = openat(CWD, source, directory, Mode::empty())?;
-        let id = id_of(&look(&fd)?);
-        let root = Arc::new(Node::new(INodeNo::ROOT, id, fd, INodeNo::ROOT, OsStr::new("")));
+        let stat = look(&fd)?;
+        let id = id_of(&stat);
+        let root = Arc::new(Node::new(INodeNo::ROOT, &stat, fd, INodeNo::ROOT, OsStr::new("")));
         let mut table = Table { devices: vec![id.dev], ..Table::default() };
         table.by_id.insert(id, INodeNo::ROOT.0);
         // Never forgotten.
@@ -169,7 +174,7 @@ impl Inodes {
         }
         let number = self.number(&mut table, id);
         let is_directory = FileType::from_raw_mode(stat.stx_mode.into()).is_dir();
-        let node = Arc::new(Node::new(INodeNo(number), id, fd, parent, name));
+        let node = Arc::new(Node::new(INodeNo(number), &stat, fd, parent, name));
         table.by_id.insert(id, number);
         table.by_number.insert(number, Known { node: node.clone(), lookups: 1 });
         if !is_directory {

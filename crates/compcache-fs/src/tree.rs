@@ -185,7 +185,7 @@ impl Tree {
 
     fn entry(&self, reply: ReplyEntry, made: io::Result<Made>) {
         let made = answered!(reply, made);
-        reply.entry(&self.remembered, &made.attributes(), Generation(made.generation()));
+        reply.entry(&self.remembered, &made.attributes(), Generation(made.node.generation));
     }
 }
 
@@ -333,7 +333,7 @@ impl Filesystem for ByLibrary {
         let _then = self.0.soon_done();
         let created = self.0.create_file(Caller::of(request), parent, name, mode, umask, OpenFlags(flags));
         let (made, handle, flags) = answered!(reply, created);
-        reply.created(&self.0.remembered, &made.attributes(), Generation(made.generation()), handle, flags);
+        reply.created(&self.0.remembered, &made.attributes(), Generation(made.node.generation), handle, flags);
     }
 
     fn read(

@@ -78,7 +78,7 @@ impl Tree {
                     return give(entry, listed.next, &listed.name);
                 }
             };
-            let has_room = give(Entry::Known(&made.attributes(), made.generation()), listed.next, &listed.name);
+            let has_room = give(Entry::Known(&made.attributes(), made.node.generation), listed.next, &listed.name);
             if !has_room {
                 self.inodes.forget(made.node.number, 1);
             }

@@ -16,7 +16,7 @@ use rustix::io;
 use super::{Notice, Tree};
 use crate::caller::{Caller, as_caller};
 use crate::inodes::Node;
-use crate::stamp::{attributes, generation_of, id_of};
+use crate::stamp::{attributes, id_of};
 
 /// A file and what it is like, given to the kernel.
 pub struct Made {
@@ -27,10 +27,6 @@ pub struct Made {
 impl Made {
     pub fn attributes(&self) -> FileAttr {
         attributes(&self.stat, self.node.number)
-    }
-
-    pub fn generation(&self) -> u64 {
-        generation_of(&self.stat)
     }
 }
 

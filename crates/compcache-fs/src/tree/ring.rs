@@ -221,7 +221,7 @@ impl Tree {
     }
 
     fn entry_out(&self, made: &Made, payload: &mut [u8]) -> usize {
-        put(payload, &[&self.entry_bytes(&made.attributes(), made.generation())])
+        put(payload, &[&self.entry_bytes(&made.attributes(), made.node.generation)])
     }
 
     /// `fuse_entry_out`.

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::ptr;
@@ -122,4 +123,37 @@ fn a_name_of_which_nothing_can_be_known_is_listed_with_the_others() {
     assert_eq!(below, made);
     let dead = [libc::ENOTCONN, libc::ECONNABORTED, libc::ECANCELED].map(Some);
     assert!(error.as_ref().is_err_and(|error| dead.contains(error)), "{error:?}");
+}
+
+#[test]
+fn an_open_file_of_a_lower_layer_stays_the_same_when_it_is_copied_up() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let overlay = |directory: &TempDir| {
+        let layers = directory.path().join("layers");
+        fs::create_dir(&layers).unwrap();
+        run("mount", &["-t", "tmpfs", "none", path(&layers)]);
+        let layer = |name: &str| layers.join(name);
+        for name in ["lower", "upper", "work"] {
+            fs::create_dir(layer(name)).unwrap();
+        }
+        fs::write(layer("lower").join("f"), "of the lower layer").unwrap();
+        let [lower, upper, work] = ["lower", "upper", "work"].map(layer);
+        let options = format!("lowerdir={},upperdir={},workdir={}", path(&lower), path(&upper), path(&work));
+        run("mount", &["-t", "overlay", "-o", &options, "none", path(&directory.path().join("source"))]);
+        // The overlay has it.
+        run("umount", &["-l", path(&layers)]);
+    };
+    let mut below = Below::prepared(overlay, &[]);
+    let file = below.tree().target().join("f");
+    let number = fs::metadata(&file).unwrap().ino();
+    let open = File::options().read(true).write(true).open(&file).unwrap();
+    assert_eq!(fs::metadata(&file).unwrap().ino(), number, "another number: this shows nothing");
+    open.write_all_at(b"OF THE UPPER", 0).unwrap();
+    open.sync_all().unwrap();
+    assert_eq!(fs::read(&file).unwrap(), b"OF THE UPPER layer");
+    assert_eq!(open.metadata().unwrap().ino(), number);
+    drop(open);
+    below.tree().unmount();
 }
