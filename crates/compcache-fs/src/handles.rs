@@ -19,6 +19,8 @@ pub struct OpenFile {
     pub node: Arc<Node>,
     /// Opened for writing.
     pub writes: bool,
+    /// Opened for that below, too: whatever is written goes to the end.
+    pub only_appends: bool,
     /// Changes behind the mount are noticed meanwhile.
     pub watched: bool,
     /// To be [confirmed](crate::kept) with the first request, or 0.

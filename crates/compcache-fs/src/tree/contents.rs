@@ -30,8 +30,8 @@ const SEEK_HOLE: i32 = 4;
 impl Tree {
     pub fn open_file(&self, number: INodeNo, flags: OpenFlags) -> io::Result<(FileHandle, FopenFlags)> {
         let node = self.inodes.get(number)?;
-        let fd = self.with_room(|| self.inodes.reach(&node, flags_below(flags)))?;
-        Ok(self.opened(fd, node, flags))
+        let (fd, only_appends) = self.with_room(|| as_allowed(flags, |how| self.inodes.reach(&node, how)))?;
+        Ok(self.opened(fd, only_appends, node, flags))
     }
 
     pub fn create_file(
@@ -44,26 +44,26 @@ impl Tree {
         flags: OpenFlags,
     ) -> io::Result<(Made, FileHandle, FopenFlags)> {
         let parent = self.inodes.get(parent)?;
-        let (how, mode) = (flags_below(flags) | OFlags::NOFOLLOW, Mode::from_raw_mode(mode));
-        let asked = OFlags::from_bits_retain(flags.0 as u32);
+        let (mode, asked) = (Mode::from_raw_mode(mode), OFlags::from_bits_retain(flags.0 as u32));
         // The kernel has checked that who asks may make a file there, and knows of none.
-        let fresh = || openat(&parent, name, how | OFlags::CREATE | OFlags::EXCL, mode);
-        let fd = match self.with_room(|| as_caller(caller, umask, fresh)) {
+        let fresh = flags_below(flags) | OFlags::NOFOLLOW | OFlags::CREATE | OFlags::EXCL;
+        let fresh = || openat(&parent, name, fresh, mode);
+        let (fd, only_appends) = match self.with_room(|| as_caller(caller, umask, fresh)) {
             // There is one by now, made behind the mount; nobody has checked who may open that.
             Err(Errno::EXIST) if !asked.contains(OFlags::EXCL) => {
-                let there = || openat(&parent, name, how | asked & OFlags::TRUNC, Mode::empty());
-                self.with_room(|| unchecked(caller, there))?
+                let there = |how| openat(&parent, name, how | OFlags::NOFOLLOW | asked & OFlags::TRUNC, Mode::empty());
+                self.with_room(|| unchecked(caller, || as_allowed(flags, there)))?
             }
-            other => other?,
+            other => (other?, false),
         };
         // From the descriptor, not by name: that may be another's by now.
         self.has_nothing(id_of(&look(&fd)?));
         let made = self.made(self.with_room(|| self.inodes.place_of(&fd))?, &parent, name)?;
-        let (handle, how) = self.opened(fd, made.node.clone(), flags);
+        let (handle, how) = self.opened(fd, only_appends, made.node.clone(), flags);
         Ok((made, handle, how))
     }
 
-    fn opened(&self, fd: OwnedFd, node: Arc<Node>, flags: OpenFlags) -> (FileHandle, FopenFlags) {
+    fn opened(&self, fd: OwnedFd, only_appends: bool, node: Arc<Node>, flags: OpenFlags) -> (FileHandle, FopenFlags) {
         let writes = OFlags::from_bits_retain(flags.0 as u32) & OFlags::RWMODE != OFlags::RDONLY;
         // Who only reads has nothing to be told at the end.
         let mut how = if writes { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
@@ -75,7 +75,7 @@ impl Tree {
         how.set(FopenFlags::FOPEN_KEEP_CACHE, unconfirmed == 0);
         let (direct, unconfirmed, position, run) =
             (Direct::default(), unconfirmed.into(), Mutex::new(()), Mutex::default());
-        (self.files.add(OpenFile { fd, direct, node, writes, watched, unconfirmed, position, run }), how)
+        (self.files.add(OpenFile { fd, direct, node, writes, only_appends, watched, unconfirmed, position, run }), how)
     }
 
     /// Calls `change`, which changes the bytes from .. to of a file; nothing older of them is kept, here or by reads under way.
@@ -133,6 +133,10 @@ impl Tree {
         // Pages that are written back have their place; their flags are nobody's.
         let writes_back = how.contains(WriteFlags::FUSE_WRITE_CACHE);
         let appends = flags.0 as u32 & OFlags::APPEND.bits() != 0 && !writes_back;
+        if open.only_appends && !appends {
+            // It would be written at the end, wherever it belongs.
+            return Err(Errno::PERM);
+        }
         dropping_suid(how.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID), &open.node, || {
             if !appends {
                 let bytes = (offset_bytes, offset_bytes.saturating_add(from.len() as u64));
@@ -241,6 +245,16 @@ fn whole_pages(offset_bytes: u64, from: &[u8]) -> (u64, &[Page], &[u8]) {
     let whole = from.get((first * PAGE - offset_bytes) as usize..).unwrap_or_default();
     let (pages, rest) = whole.as_chunks();
     (first, pages, rest)
+}
+
+/// Calls `open` with the flags for below; again with the one for appending, if without it a file that may only be appended to is not given. Says
+/// whether that was so.
+fn as_allowed(flags: OpenFlags, open: impl Fn(OFlags) -> io::Result<OwnedFd>) -> io::Result<(OwnedFd, bool)> {
+    let (asked, how) = (OFlags::from_bits_retain(flags.0 as u32), flags_below(flags));
+    match open(how) {
+        Err(Errno::PERM) if asked.contains(OFlags::APPEND) => Ok((open(how | OFlags::APPEND)?, true)),
+        other => Ok((other?, false)),
+    }
 }
 
 /// How a file is opened below. Appending is said with each write, direct I/O is the kernel's affair above, and the rest

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -155,5 +155,47 @@ fn an_open_file_of_a_lower_layer_stays_the_same_when_it_is_copied_up() {
     assert_eq!(fs::read(&file).unwrap(), b"OF THE UPPER layer");
     assert_eq!(open.metadata().unwrap().ino(), number);
     drop(open);
+    below.tree().unmount();
+}
+
+#[test]
+fn files_that_may_only_be_appended_to_are() {
+    if !can_mount(&["mount", "umount", "chattr"]) {
+        return;
+    }
+    // Which has this attribute since Linux 6.6.
+    let mut below = Below::mounted(&["-t", "tmpfs", "none"], &[]);
+    let tree = below.tree();
+    let (source, target) = (tree.source().join("f"), tree.target().join("f"));
+    fs::write(&source, "begun").unwrap();
+    run("chattr", &["+a", path(&source)]);
+    let refused = |error: io::Result<File>| error.unwrap_err().raw_os_error();
+    assert_eq!(refused(File::options().write(true).open(&target)), Some(libc::EPERM));
+    assert_eq!(refused(File::options().write(true).truncate(true).open(&target)), Some(libc::EPERM));
+    let mut file = File::options().read(true).append(true).open(&target).unwrap();
+    for _ in 0..2000 {
+        file.write_all(b" and more").unwrap();
+    }
+    let expected = format!("begun{}", " and more".repeat(2000));
+    assert_eq!(fs::read_to_string(&source).unwrap(), expected);
+    assert_eq!(fs::read_to_string(&target).unwrap(), expected);
+    // Neither through a mapping nor after a change of its mind: it is at the end that each would be written.
+    // SAFETY: a mapping of a file that nobody cuts while it is there, written to within its length and unmapped once; numbers else.
+    let (synced, error) = unsafe {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let map = libc::mmap(ptr::null_mut(), 4096, access, libc::MAP_SHARED, file.as_raw_fd(), 0);
+        assert_ne!(map, libc::MAP_FAILED, "{}", io::Error::last_os_error());
+        map.cast::<u8>().write_bytes(b'x', 10);
+        let synced = libc::msync(map, 4096, libc::MS_SYNC);
+        let error = io::Error::last_os_error().raw_os_error();
+        libc::munmap(map, 4096);
+        assert_eq!(libc::fcntl(file.as_raw_fd(), libc::F_SETFL, 0), 0);
+        (synced, error)
+    };
+    assert_eq!((synced, error), (-1, Some(libc::EPERM)));
+    assert_eq!(file.write_all_at(b"y", 0).unwrap_err().raw_os_error(), Some(libc::EPERM));
+    assert_eq!(fs::read_to_string(&source).unwrap(), expected);
+    drop(file);
+    run("chattr", &["-a", path(&source)]);
     below.tree().unmount();
 }
