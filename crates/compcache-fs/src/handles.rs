@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use fuser::{FileHandle, FileType};
 use rustix::io::{self, Errno};
 
+use crate::appends::Appends;
 use crate::inodes::Node;
 use crate::tree::Run;
 
@@ -25,8 +26,8 @@ pub struct OpenFile {
     pub watched: bool,
     /// To be [confirmed](crate::kept) with the first request, or 0.
     pub unconfirmed: AtomicU64,
-    /// Held by who uses the descriptor's position.
-    pub position: Mutex<()>,
+    /// Who may use the descriptor's position.
+    pub appends: Appends,
     /// What was asked for in order.
     pub run: Mutex<Run>,
 }

@@ -25,6 +25,7 @@
 // Lifted for sys.rs, which makes three system calls that no safe function makes.
 #![deny(unsafe_code)]
 
+mod appends;
 mod caller;
 mod error;
 mod handles;

@@ -10,7 +10,7 @@
 
 use std::io::{IoSlice, IoSliceMut};
 use std::num::NonZeroU64;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use rustix::fs::{Advice, SeekFrom, fadvise, seek};
@@ -98,10 +98,24 @@ fn write_on(file: impl AsFd, offset_bytes: u64, from: &[u8]) -> (usize, io::Resu
 /// Writes `from` where the file ends at that moment, whoever else appends; returns how much, and where it begins.
 ///
 /// The descriptor's position is used: nobody else may at the same time.
-pub fn append(file: impl AsFd, from: &[u8]) -> io::Result<(usize, u64)> {
-    let written = pwritev2(&file, &[IoSlice::new(from)], u64::MAX, ReadWriteFlags::APPEND)?;
-    let end = seek(&file, SeekFrom::Current(0))?;
+pub fn append(file: &OwnedFd, from: &[u8]) -> io::Result<(usize, u64)> {
+    let written = pwritev2(file, &[IoSlice::new(from)], u64::MAX, ReadWriteFlags::APPEND)?;
+    let end = seek(file, SeekFrom::Current(0))?;
     Ok((written, end.saturating_sub(written as u64)))
+}
+
+/// The same of all of `from`, in pieces if need be; an error also if not all of it was written.
+pub fn append_all(file: &OwnedFd, from: &[u8]) -> io::Result<(usize, u64)> {
+    let (mut done, began) = append(file, from)?;
+    while done < from.len() {
+        match append(file, &from[done..]) {
+            Ok((0, _)) => return Err(Errno::IO),
+            Ok((written, _)) => done += written,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok((done, began))
 }
 
 /// Lets go of what the kernel keeps of the whole file below, as far as it is written out.

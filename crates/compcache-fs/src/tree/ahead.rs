@@ -537,9 +537,9 @@ mod tests {
         }
         let stamp = stamp_of(&look(&file).unwrap());
         let node = Inodes::new(dir).unwrap().get(INodeNo::ROOT).unwrap();
-        let (direct, unconfirmed, position, run) = Default::default();
+        let (direct, unconfirmed, appends, run) = Default::default();
         let (fd, writes, only_appends, watched) = (file.into(), false, false, false);
-        (Arc::new(OpenFile { fd, direct, node, writes, only_appends, watched, unconfirmed, position, run }), stamp)
+        (Arc::new(OpenFile { fd, direct, node, writes, only_appends, watched, unconfirmed, appends, run }), stamp)
     }
 
     /// Reads what is planned, as the thread does. Returns how many pages that were.

@@ -13,6 +13,7 @@ use rustix::io::{self, Errno};
 
 use super::names::Made;
 use super::{Notice, Tree};
+use crate::appends::Appends;
 use crate::caller::{Caller, as_caller, dropping_suid, unchecked};
 use crate::handles::{Direct, OpenFile};
 use crate::inodes::Node;
@@ -73,9 +74,9 @@ impl Tree {
         let stamp = stamp.filter(|stamp| self.exclusive || stamp.is_settled(now()));
         let unconfirmed = node.kept.lock().unwrap_or_else(PoisonError::into_inner).open(stamp);
         how.set(FopenFlags::FOPEN_KEEP_CACHE, unconfirmed == 0);
-        let (direct, unconfirmed, position, run) =
-            (Direct::default(), unconfirmed.into(), Mutex::new(()), Mutex::default());
-        (self.files.add(OpenFile { fd, direct, node, writes, only_appends, watched, unconfirmed, position, run }), how)
+        let (direct, unconfirmed, appends, run) =
+            (Direct::default(), unconfirmed.into(), Appends::default(), Mutex::default());
+        (self.files.add(OpenFile { fd, direct, node, writes, only_appends, watched, unconfirmed, appends, run }), how)
     }
 
     /// Calls `change`, which changes the bytes from .. to of a file; nothing older of them is kept, here or by reads under way.
@@ -146,19 +147,34 @@ impl Tree {
                 };
                 return self.writing_pages(&open.node, bytes, write, |written| (offset_bytes, &from[..*written]));
             }
-            let _alone = open.position.lock().unwrap_or_else(PoisonError::into_inner);
-            // Where the end is then is not known before; it is not before the end now.
-            let end = look(&open.fd)?.stx_size;
-            let append = || lower::append(&open.fd, from);
-            let appended = |(written, began): &(usize, u64)| (*began, &from[..*written]);
-            let (written, began) = self.writing_pages(&open.node, (end, u64::MAX), append, appended)?;
-            if began != offset_bytes && open.node.has_pages.swap(false, SeqCst) {
-                // Somebody made the file longer behind the mount; what the kernel keeps is in the wrong place. Of parts of pages it keeps nothing that
-                // it would show, and it is told nothing without need: a length that it asked for meanwhile it does not take, and reads end at the old one.
-                self.tell(Notice::Outdated(open.node.number));
+            if flags.0 as u32 & OFlags::DIRECT.bits() == 0 {
+                let _alone = open.appends.alone();
+                return self.append(&open, offset_bytes, from, lower::append).map(|(written, _)| written);
             }
-            Ok(written)
+            let append = || self.append(&open, offset_bytes, from, lower::append_all);
+            open.appends.in_order(&open.fd, (offset_bytes, from.len() as u64), append)
         })
+    }
+
+    /// Writes to the end of a file, which the kernel takes to be at `offset_bytes`. Returns how much, and where that ends.
+    fn append(
+        &self,
+        open: &OpenFile,
+        offset_bytes: u64,
+        from: &[u8],
+        append: impl FnOnce(&OwnedFd, &[u8]) -> io::Result<(usize, u64)>,
+    ) -> io::Result<(usize, u64)> {
+        // Where the end is then is not known before; it is not before the end now.
+        let end = look(&open.fd)?.stx_size;
+        let appended = |(written, began): &(usize, u64)| (*began, &from[..*written]);
+        let append = || append(&open.fd, from);
+        let (written, began) = self.writing_pages(&open.node, (end, u64::MAX), append, appended)?;
+        if began != offset_bytes && open.node.has_pages.swap(false, SeqCst) {
+            // Somebody made the file longer behind the mount; what the kernel keeps is in the wrong place. Of parts of pages it keeps nothing that
+            // it would show, and it is told nothing without need: a length that it asked for meanwhile it does not take, and reads end at the old one.
+            self.tell(Notice::Outdated(open.node.number));
+        }
+        Ok((written, began + written as u64))
     }
 
     /// The file system below says that it has lost something, of this write or of one before: what is kept of the file may be that.
@@ -230,7 +246,7 @@ impl Tree {
     pub fn seek_file(&self, handle: FileHandle, offset: i64, whence: i32) -> io::Result<u64> {
         let open = self.files.asked(handle)?;
         let offset = u64::try_from(offset).map_err(|_| Errno::NXIO)?;
-        let _alone = open.position.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = open.appends.alone();
         match whence {
             SEEK_DATA => seek(&open.fd, SeekFrom::Data(offset)),
             SEEK_HOLE => seek(&open.fd, SeekFrom::Hole(offset)),

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::ptr;
@@ -197,5 +197,28 @@ fn files_that_may_only_be_appended_to_are() {
     assert_eq!(fs::read_to_string(&source).unwrap(), expected);
     drop(file);
     run("chattr", &["-a", path(&source)]);
+    below.tree().unmount();
+}
+
+#[test]
+fn a_long_direct_append_that_there_is_no_room_for_leaves_nothing_out_of_its_middle() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let mut below = Below::mounted(&["-t", "tmpfs", "-o", "size=12M", "none"], &[]);
+    let tree = below.tree();
+    let open = File::options().append(true).create(true).custom_flags(libc::O_DIRECT).open(tree.target().join("f"));
+    let mut file = open.unwrap();
+    let content: Vec<u8> = (0..4u32 << 20).flat_map(u32::to_ne_bytes).collect();
+    for _ in 0..5 {
+        assert_eq!(file.write(&content).unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+        let written = fs::read(tree.source().join("f")).unwrap();
+        assert!(written == content[..written.len()], "{} bytes", written.len());
+        file.set_len(0).unwrap();
+        file.write_all(&content[..8 * MIB]).unwrap();
+        assert!(fs::read(tree.source().join("f")).unwrap() == content[..8 * MIB]);
+        file.set_len(0).unwrap();
+    }
+    drop(file);
     below.tree().unmount();
 }

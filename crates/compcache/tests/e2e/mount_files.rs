@@ -5,6 +5,7 @@
 //! mount the file is opened anew before it is looked at, as is promised ([S102]). One seed (`COMPCACHE_SEED`) repeats a run.
 
 use std::fs::{self, File};
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -283,4 +284,53 @@ fn files_are_arrays_of_bytes_when_names_are_remembered() {
         model.check(which);
     }
     assert!(model.tree.stat("succ_gets") > 0, "the cache was never of use");
+}
+
+/// So many numbers.
+fn numbers(count: Range<u32>) -> Vec<u8> {
+    count.flat_map(u32::to_ne_bytes).collect()
+}
+
+/// The kernel asks for such a write in several requests at once.
+#[test]
+fn a_long_direct_append_is_in_one_piece() {
+    use std::io::Write;
+    use std::os::unix::fs::OpenOptionsExt;
+    if !can_mount(&[]) {
+        return;
+    }
+    const COUNT: u32 = 1 << 20;
+    let tree = Tree::mounted(&[]);
+    let open = || {
+        File::options().append(true).create(true).custom_flags(libc::O_DIRECT).open(tree.target().join("f")).unwrap()
+    };
+    let mut file = open();
+    for round in 0..50 {
+        let content = numbers(round * COUNT..(round + 1) * COUNT);
+        assert_eq!(file.write(&content).unwrap(), content.len());
+        assert!(fs::read(tree.source().join("f")).unwrap() == content, "round {round}");
+        // By the same and by another, once that is as short as it is.
+        file.set_len(0).unwrap();
+        if round % 4 == 3 {
+            file = open();
+        }
+    }
+    // Made longer, and then shorter, behind the mount, of which the kernel knows nothing.
+    let mut expected = numbers(0..1000);
+    for (round, theirs) in [100_000, 5_000_000, 10].into_iter().enumerate() {
+        let mut below = File::options().append(true).open(tree.source().join("f")).unwrap();
+        if round == 0 {
+            below.write_all(&expected).unwrap();
+        }
+        below.write_all(&vec![round as u8; theirs]).unwrap();
+        expected.resize(expected.len() + theirs, round as u8);
+        let content = numbers(0..COUNT + 1000);
+        assert_eq!(file.write(&content).unwrap(), content.len());
+        expected.extend(content);
+        assert!(fs::read(tree.source().join("f")).unwrap() == expected, "round {round}");
+    }
+    File::options().write(true).open(tree.source().join("f")).unwrap().set_len(100).unwrap();
+    let content = numbers(0..COUNT);
+    assert_eq!(file.write(&content).unwrap(), content.len());
+    assert!(fs::read(tree.source().join("f")).unwrap() == [&expected[..100], &content].concat());
 }
