@@ -65,7 +65,7 @@ impl Lower {
 }
 
 /// Writes all of `from` at `offset_bytes`, or as much as there is room for; an error only if nothing was written.
-pub fn write(file: impl AsFd, offset_bytes: u64, from: &[u8]) -> io::Result<usize> {
+pub fn write(file: &OwnedFd, offset_bytes: u64, from: &[u8]) -> io::Result<usize> {
     match write_on(file, offset_bytes, from) {
         (0, Err(error)) => Err(error),
         (written, _) => Ok(written),
@@ -74,7 +74,7 @@ pub fn write(file: impl AsFd, offset_bytes: u64, from: &[u8]) -> io::Result<usiz
 
 /// Writes all of `from` at `offset_bytes`, or else says why not: who writes back what was stored through a mapping does not look at how much
 /// of it was written.
-pub fn write_back(file: impl AsFd, offset_bytes: u64, from: &[u8]) -> io::Result<usize> {
+pub fn write_back(file: &OwnedFd, offset_bytes: u64, from: &[u8]) -> io::Result<usize> {
     match write_on(file, offset_bytes, from) {
         (written, Ok(())) if written < from.len() => Err(Errno::IO),
         (written, ended) => ended.map(|()| written),
@@ -82,10 +82,10 @@ pub fn write_back(file: impl AsFd, offset_bytes: u64, from: &[u8]) -> io::Result
 }
 
 /// Writes as much as can be; how much that was, and what there was no way around.
-fn write_on(file: impl AsFd, offset_bytes: u64, from: &[u8]) -> (usize, io::Result<()>) {
+fn write_on(file: &OwnedFd, offset_bytes: u64, from: &[u8]) -> (usize, io::Result<()>) {
     let mut done = 0;
     while done < from.len() {
-        match pwrite(&file, &from[done..], offset_bytes + done as u64) {
+        match pwrite(file, &from[done..], offset_bytes + done as u64) {
             Err(Errno::INTR) => {}
             Err(error) => return (done, Err(error)),
             Ok(0) => break,

@@ -353,7 +353,7 @@ impl Filesystem for ByLibrary {
 
     fn write(
         &self,
-        _: &Request,
+        request: &Request,
         _: INodeNo,
         handle: FileHandle,
         offset: u64,
@@ -364,7 +364,7 @@ impl Filesystem for ByLibrary {
         reply: ReplyWrite,
     ) {
         let _then = self.0.done_later();
-        let written = answered!(reply, self.0.write_file(handle, offset, data, how, flags));
+        let written = answered!(reply, self.0.write_file(Caller::of(request), handle, offset, data, how, flags));
         reply.written(written as u32);
     }
 

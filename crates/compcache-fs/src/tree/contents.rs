@@ -14,7 +14,7 @@ use rustix::io::{self, Errno};
 use super::names::Made;
 use super::{Notice, Tree};
 use crate::appends::Appends;
-use crate::caller::{Caller, as_caller, dropping_suid, unchecked};
+use crate::caller::{Caller, as_caller, taking_room, unchecked};
 use crate::handles::{Direct, OpenFile};
 use crate::inodes::Node;
 use crate::stamp::{id_of, look, now, stamp_of};
@@ -121,6 +121,7 @@ impl Tree {
 
     pub fn write_file(
         &self,
+        caller: Caller,
         handle: FileHandle,
         offset_bytes: u64,
         from: &[u8],
@@ -138,22 +139,24 @@ impl Tree {
             // It would be written at the end, wherever it belongs.
             return Err(Errno::PERM);
         }
-        dropping_suid(how.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID), &open.node, || {
-            if !appends {
-                let bytes = (offset_bytes, offset_bytes.saturating_add(from.len() as u64));
-                let write = || match writes_back {
-                    true => lower::write_back(&open.fd, offset_bytes, from),
-                    false => lower::write(&open.fd, offset_bytes, from),
-                };
-                return self.writing_pages(&open.node, bytes, write, |written| (offset_bytes, &from[..*written]));
-            }
-            if flags.0 as u32 & OFlags::DIRECT.bits() == 0 {
-                let _alone = open.appends.alone();
-                return self.append(&open, offset_bytes, from, lower::append).map(|(written, _)| written);
-            }
-            let append = || self.append(&open, offset_bytes, from, lower::append_all);
-            open.appends.in_order(&open.fd, (offset_bytes, from.len() as u64), append)
-        })
+        let drops_suid = how.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
+        if !appends {
+            let bytes = (offset_bytes, offset_bytes.saturating_add(from.len() as u64));
+            let write = if writes_back { lower::write_back } else { lower::write };
+            let write = || taking_room(caller, drops_suid, &open.node, || write(&open.fd, offset_bytes, from));
+            return self.writing_pages(&open.node, bytes, write, |written| (offset_bytes, &from[..*written]));
+        }
+        let is_direct = flags.0 as u32 & OFlags::DIRECT.bits() != 0;
+        let append = if is_direct { lower::append_all } else { lower::append };
+        let append = || {
+            let append = || taking_room(caller, drops_suid, &open.node, || append(&open.fd, from));
+            self.append(&open, offset_bytes, from, append)
+        };
+        if is_direct {
+            return open.appends.in_order(&open.fd, (offset_bytes, from.len() as u64), append);
+        }
+        let _alone = open.appends.alone();
+        append().map(|(written, _)| written)
     }
 
     /// Writes to the end of a file, which the kernel takes to be at `offset_bytes`. Returns how much, and where that ends.
@@ -162,12 +165,11 @@ impl Tree {
         open: &OpenFile,
         offset_bytes: u64,
         from: &[u8],
-        append: impl FnOnce(&OwnedFd, &[u8]) -> io::Result<(usize, u64)>,
+        append: impl FnOnce() -> io::Result<(usize, u64)>,
     ) -> io::Result<(usize, u64)> {
         // Where the end is then is not known before; it is not before the end now.
         let end = look(&open.fd)?.stx_size;
         let appended = |(written, began): &(usize, u64)| (*began, &from[..*written]);
-        let append = || append(&open.fd, from);
         let (written, began) = self.writing_pages(&open.node, (end, u64::MAX), append, appended)?;
         if began != offset_bytes && open.node.has_pages.swap(false, SeqCst) {
             // Somebody made the file longer behind the mount; what the kernel keeps is in the wrong place. Of parts of pages it keeps nothing that
@@ -224,7 +226,7 @@ impl Tree {
         let mode = FallocateFlags::from_bits_retain(mode as u32);
         let bytes = (offset_bytes, offset_bytes.saturating_add(length_bytes));
         let allocate = || fallocate(&open.fd, mode, offset_bytes, length_bytes);
-        dropping_suid(caller.uid != 0, &open.node, || self.writing(&open.node, bytes, allocate))
+        self.writing(&open.node, bytes, || taking_room(caller, caller.uid != 0, &open.node, allocate))
     }
 
     pub fn copy_range(
@@ -239,7 +241,7 @@ impl Tree {
         let length = length_bytes.min(COPY_BYTES_MAX) as usize;
         let bytes = (to, to.saturating_add(length as u64));
         let copy = || copy_file_range(&source.fd, Some(&mut from), &target.fd, Some(&mut to), length);
-        dropping_suid(caller.uid != 0, &target.node, || self.writing(&target.node, bytes, copy))
+        self.writing(&target.node, bytes, || taking_room(caller, caller.uid != 0, &target.node, copy))
     }
 
     /// Where the next data or hole is; the kernel asks for nothing else.

@@ -159,7 +159,7 @@ impl Tree {
             }
             opcode::WRITE => {
                 let (how, flags) = (WriteFlags::from_bits_retain(asked.u32_at(20)), OpenFlags(asked.u32_at(32) as i32));
-                let written = self.write_file(handle, offset, came, how, flags)?;
+                let written = self.write_file(caller, handle, offset, came, how, flags)?;
                 Ok(put(payload, &[&(written as u32).to_ne_bytes(), &[0; 4]]))
             }
             opcode::FLUSH => self.close_report(handle).map(|()| 0),

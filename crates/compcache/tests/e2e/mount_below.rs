@@ -1,17 +1,21 @@
 //! Trees over file systems of a test's own: what those refuse, or do in their own way, is so on the mount.
 
-use std::ffi::OsString;
+use std::ffi::{CString, OsString};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::ptr;
+use std::thread;
+use std::time::{Duration, Instant};
 
+use compcache_testkit::features::{Feature, requires};
 use tempfile::TempDir;
 
-use crate::support::{Tree, can_mount, scratch};
+use crate::mount_posix::as_user;
+use crate::support::{PATIENCE, Tree, can_mount, scratch};
 
 const MIB: usize = 1 << 20;
 
@@ -221,4 +225,65 @@ fn a_long_direct_append_that_there_is_no_room_for_leaves_nothing_out_of_its_midd
     }
     drop(file);
     below.tree().unmount();
+}
+
+#[test]
+fn what_is_left_for_root_below_is_not_used_up_by_others() {
+    if !can_mount(&["mount", "umount", "mkfs.ext4"]) || !requires(&[Feature::Loop]) {
+        return;
+    }
+    let ext4 = |directory: &TempDir| {
+        let image = directory.path().join("image");
+        File::create(&image).unwrap().set_len(64 << 20).unwrap();
+        run("mkfs.ext4", &["-q", "-m", "50", path(&image)]);
+        run("mount", &["-o", "loop", path(&image), path(&directory.path().join("source"))]);
+    };
+    let mut below = Below::prepared(ext4, &["--allow-other"]);
+    let tree = below.tree();
+    fs::set_permissions(tree.source(), fs::Permissions::from_mode(0o777)).unwrap();
+    let free = || free_mib(&tree.source());
+    let fill = |name: &str, flags: i32| {
+        let mut file = File::options().append(true).create(true).custom_flags(flags).open(tree.target().join(name))?;
+        let result = (0..64).try_for_each(|_| file.write_all(&[7; MIB]));
+        file.sync_all()?;
+        result
+    };
+    let refused = |result: io::Result<()>| result.unwrap_err().raw_os_error();
+    for (name, flags) in [("f", 0), ("g", libc::O_DIRECT)] {
+        assert_eq!(as_user(1001, 1001, || refused(fill(name, flags))), Some(libc::ENOSPC));
+        let (all, for_him) = free();
+        assert!(all >= 25 && for_him <= 1, "{name}: {all} MiB are free, {for_him} for him");
+        fs::remove_file(tree.target().join(name)).unwrap();
+        let give_up = Instant::now() + PATIENCE;
+        while free().1 < 20 {
+            assert!(Instant::now() < give_up, "the file is gone, and its room is not");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+    let allocated = as_user(1001, 1001, || {
+        let file = File::create(tree.target().join("h"))?;
+        // SAFETY: numbers only.
+        match unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, 45 << 20) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    });
+    assert_eq!(refused(allocated), Some(libc::ENOSPC));
+    // Root may, and is root still.
+    fs::remove_file(tree.target().join("h")).unwrap();
+    assert_eq!(refused(fill("root", 0)), Some(libc::ENOSPC));
+    assert!(free().0 <= 1, "{:?}", free());
+    below.tree().unmount();
+}
+
+/// How many MiB of a file system are free: all, and for others than root.
+fn free_mib(place: &Path) -> (u64, u64) {
+    let place = CString::new(path(place)).unwrap();
+    // SAFETY: all zeroes is a statvfs; the call fills it, and reads a name that lives until it returns.
+    let stat = unsafe {
+        let mut stat: libc::statvfs = std::mem::zeroed();
+        assert_eq!(libc::statvfs(place.as_ptr(), &mut stat), 0);
+        stat
+    };
+    ((stat.f_bfree * stat.f_frsize) >> 20, (stat.f_bavail * stat.f_frsize) >> 20)
 }

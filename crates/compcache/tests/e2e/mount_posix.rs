@@ -69,7 +69,7 @@ macro_rules! call {
 }
 
 /// Does something as another user; the rights of a thread are its own.
-fn as_user<T: Send>(uid: u32, gid: u32, what: impl FnOnce() -> T + Send) -> T {
+pub fn as_user<T: Send>(uid: u32, gid: u32, what: impl FnOnce() -> T + Send) -> T {
     thread::scope(|scope| {
         let thread = scope.spawn(move || {
             // SAFETY: numbers only; by the raw call they are this thread's alone.
