@@ -405,8 +405,12 @@ impl Evictor {
             return false;
         }
         let Some(files) = &self.files else { return false };
-        let mapped = self.registrar.all_anonymous(files.maps.as_fd());
         let mut state = pager.state.lock();
+        // What is stored and no region's, since they were too many, would read as zeroes.
+        if state.regions.has_lost() {
+            return false;
+        }
+        let Some(mapped) = self.registrar.anonymous_of(files.maps.as_fd(), &state.regions) else { return false };
         let mut at = 0;
         while let Some(region) = state.regions.at_or_after(at) {
             at = region.end;

@@ -10,18 +10,24 @@ use core::ops::Range;
 pub struct Ranges<const N: usize> {
     list: [(usize, usize); N],
     len: usize,
+    has_lost: bool,
 }
 
 impl<const N: usize> Ranges<N> {
     /// No ranges.
     #[cfg(test)]
     pub fn empty() -> Self {
-        Ranges { list: [(0, 0); N], len: 0 }
+        Ranges { list: [(0, 0); N], len: 0, has_lost: false }
     }
 
     /// Removes all.
     pub fn clear(&mut self) {
-        self.len = 0;
+        (self.len, self.has_lost) = (0, false);
+    }
+
+    /// Whether something is not held since there was no room for it.
+    pub fn has_lost(&self) -> bool {
+        self.has_lost
     }
 
     /// The ranges, in order.
@@ -57,6 +63,12 @@ impl<const N: usize> Ranges<N> {
 
     /// Adds a range, joining it with those it touches. False when the list is full.
     pub fn add(&mut self, range: Range<usize>) -> bool {
+        let is_added = self.insert(range);
+        self.has_lost |= !is_added;
+        is_added
+    }
+
+    fn insert(&mut self, range: Range<usize>) -> bool {
         let (mut start, mut end) = (range.start, range.end);
         let first = self.list[..self.len].partition_point(|&(_, other)| other < start);
         let mut last = first;
@@ -82,7 +94,7 @@ impl<const N: usize> Ranges<N> {
     /// Adds a range, and more if it must: when the list is full it is joined with the nearest other range, and so are the
     /// addresses between them.
     pub fn add_at_least(&mut self, range: Range<usize>) {
-        if self.add(range.clone()) {
+        if self.insert(range.clone()) {
             return;
         }
         let place = self.place(range.start);
@@ -93,7 +105,7 @@ impl<const N: usize> Ranges<N> {
         } else {
             self.list[place - 1].1..range.end
         };
-        self.add(joined);
+        self.insert(joined);
     }
 
     /// Removes a range, or nothing where that would need more room than there is.
@@ -131,6 +143,8 @@ impl<const N: usize> Ranges<N> {
                         self.list.copy_within(place + 1..self.len, place + 2);
                         self.list[place + 1] = (range.end, end);
                         self.len += 1;
+                    } else {
+                        self.has_lost = true;
                     }
                     return;
                 }
@@ -183,6 +197,17 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_list_that_has_lost_something_says_so_until_it_is_cleared() {
+        let mut ranges = Ranges::<2>::empty();
+        assert!(ranges.add(0..10) && ranges.add(20..30) && !ranges.has_lost());
+        assert!(!ranges.add(40..50) && ranges.has_lost());
+        ranges.clear();
+        assert!(ranges.add(0..10) && ranges.add(20..30));
+        ranges.remove(22..24);
+        assert!(ranges.has_lost() && ranges.containing(25).is_none());
+    }
+
     /// With room for fewer ranges than there are: what was added is there, whatever else is.
     #[test]
     fn a_full_list_holds_more_rather_than_less() {
@@ -193,7 +218,7 @@ mod tests {
             random ^= random << 17;
             random % below
         };
-        let (mut ranges, mut model) = (Ranges::<4> { list: [(0, 0); 4], len: 0 }, [false; 100]);
+        let (mut ranges, mut model) = (Ranges::<4>::empty(), [false; 100]);
         for step in 0..20_000 {
             let start = next(45) as usize;
             let range = start..start + 1 + next(5) as usize;
@@ -220,6 +245,7 @@ mod tests {
                 ranges.clear();
                 model.fill(false);
             }
+            assert!(!ranges.has_lost());
             for (address, &held) in model.iter().enumerate() {
                 assert!(!held || ranges.containing(address).is_some(), "address {address}");
             }

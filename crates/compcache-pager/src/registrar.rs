@@ -60,16 +60,21 @@ impl Registrar {
         &mut self.maps
     }
 
-    /// All anonymous mappings there are. For when the map does not change.
-    pub fn all_anonymous(&mut self, maps: BorrowedFd<'_>) -> &Ranges<REGIONS_MAX> {
+    /// What is there, as anonymous mappings, of the regions; `None` where that is too much to hold. For when the map does not change.
+    pub fn anonymous_of(
+        &mut self,
+        maps: BorrowedFd<'_>,
+        regions: &Ranges<REGIONS_MAX>,
+    ) -> Option<&Ranges<REGIONS_MAX>> {
         self.found.clear();
         let found = &mut self.found;
         maps::for_each(maps, &mut self.maps, |mapping| {
-            if mapping.anonymous {
-                found.add(mapping.start..mapping.end);
+            let range = mapping.start..mapping.end;
+            if mapping.anonymous && regions.overlaps(&range) {
+                found.add(range);
             }
         });
-        found
+        (!self.found.has_lost()).then_some(&*self.found)
     }
 
     /// Registers what the map shows and is not among the regions yet.

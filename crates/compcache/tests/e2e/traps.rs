@@ -109,6 +109,7 @@ traps! {
     memory_that_is_moved_to_and_fro_goes_along: "maps" ["to_and_fro"];
     a_mapping_laid_over_cold_memory_is_new: "maps" ["fixed"];
     thousands_of_small_regions_are_paged_rightly: "maps" ["many_regions"];
+    a_copy_has_right_memory_above_very_many_mappings: "maps" ["islands"];
     a_program_may_use_mremap_dontunmap_itself: "maps" ["dontunmap"];
 
     what_is_discarded_reads_as_zeroes: "discards" ["dontneed"];

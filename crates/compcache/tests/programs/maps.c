@@ -5,6 +5,7 @@
  *   mremap        grows, shrinks and moves: contents go along, what was cut off does not come back
  *   fixed         new mappings laid over evicted ones with MAP_FIXED
  *   many_regions  thousands of small regions that differ in protection
+ *   islands       more mappings than a list has room for, below memory that a copy of the process has
  *   dontunmap     the program itself uses MREMAP_DONTUNMAP, as garbage collectors do
  *   shortens      moves and shortens an evicted area with one call, to right before another
  *   to_and_fro    one thread moves two evicted areas to and fro, into each other's holes, without a look at them
@@ -177,6 +178,25 @@ static void many_regions(void)
 	area_check(&area, 3);
 }
 
+static void islands(void)
+{
+	enum { ISLANDS = 17000 };
+	struct area area = area_new(working_set() / 2, 44, 1);
+	/* Mappings come one below the other. */
+	unsigned char *sea = map_at(NULL, 2 * ISLANDS);
+	MUST(sea < area.at);
+	for (size_t i = 0; i < ISLANDS; i++) MUST(munmap(sea + 2 * i * PAGE, PAGE) == 0);
+	area_push_out(&area);
+	pid_t child = fork();
+	MUST(child >= 0);
+	if (child == 0) {
+		area_check(&area, 1);
+		_exit(0);
+	}
+	must_succeed(child);
+	area_check(&area, 1);
+}
+
 static void dontunmap(void)
 {
 #ifndef MREMAP_DONTUNMAP
@@ -270,10 +290,11 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "mremap")) with_threads(moves);
 	else if (mode_is(argc, argv, "fixed")) with_threads(overlays);
 	else if (mode_is(argc, argv, "many_regions")) many_regions();
+	else if (mode_is(argc, argv, "islands")) islands();
 	else if (mode_is(argc, argv, "dontunmap")) dontunmap();
 	else if (mode_is(argc, argv, "to_and_fro")) to_and_fro();
 	else if (mode_is(argc, argv, "shortens")) shortens();
-	else die("munmap | mremap | fixed | many_regions | dontunmap | shortens | to_and_fro");
+	else die("munmap | mremap | fixed | many_regions | islands | dontunmap | shortens | to_and_fro");
 	area_check(&kept, 1);
 	return passed();
 }
