@@ -10,6 +10,7 @@
 //! An mremap tells two events: that the range has moved, and then that its old place is unmapped. They are one here.
 
 use crate::copies;
+use crate::fork;
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State};
 use crate::regions::Ranges;
@@ -17,7 +18,6 @@ use crate::table::{Phase, Word};
 use crate::uffd::Message;
 use compcache_store::PageIndex;
 use core::ops::Range;
-use core::sync::atomic::Ordering::Acquire;
 
 /// Events in the order they were read.
 pub struct EventLog<const N: usize> {
@@ -137,8 +137,11 @@ pub fn take(pager: &Pager, channel: &Channel, state: &mut State, event: Message)
 
 /// Applies the next event, or logs it while a copy of the process is made.
 fn take_in_order(pager: &Pager, channel: &Channel, state: &mut State, event: Message) {
-    if !(pager.frozen.load(Acquire) && state.fork_log.push(event)) {
+    if !fork::is_being_copied(pager) {
         apply(pager, channel, state, event);
+    } else if !state.fork_log.push(event) {
+        // Before those that are kept it would be applied to what it was not meant for, and they may not be applied now.
+        crate::process::die(pager, crate::shared::Trouble::Changes);
     }
 }
 
@@ -146,7 +149,7 @@ fn take_in_order(pager: &Pager, channel: &Channel, state: &mut State, event: Mes
 /// meanwhile: then there is more to read.
 pub fn settle(pager: &Pager, channel: &Channel, state: &mut State) -> bool {
     // Of one thread all come in their order; and while what is believed of the map stands still, nothing can be told from it.
-    if !pager.has_many_threads() || pager.frozen.load(Acquire) {
+    if !pager.has_many_threads() || fork::is_being_copied(pager) {
         settle_as_told(pager, channel, state);
     }
     while !state.pending.is_empty() {
@@ -178,7 +181,7 @@ fn settle_one(pager: &Pager, channel: &Channel, state: &mut State, place: usize)
             forget_freed(pager, channel, state, to..to + len);
         }
         // Left mapped and registered, and empty (MREMAP_DONTUNMAP).
-        if stays && !pager.frozen.load(Acquire) && channel.registration(from) == Some(true) {
+        if stays && !fork::is_being_copied(pager) && channel.registration(from) == Some(true) {
             state.regions.add(from..from + len);
         }
     }

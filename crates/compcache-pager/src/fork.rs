@@ -42,6 +42,8 @@ pub struct ForkTurn {
     signals: AtomicU64,
     /// [`prepare`] has been, and neither [`parent`] nor [`child`].
     is_prepared: AtomicBool,
+    /// Whether the process is about to be copied, or stands still for another reason.
+    is_for_copy: AtomicBool,
     stage: AtomicU32,
     recovered: AtomicU32,
 }
@@ -74,6 +76,7 @@ impl ForkTurn {
             turn: Mutex::new(()),
             signals: AtomicU64::new(0),
             is_prepared: AtomicBool::new(false),
+            is_for_copy: AtomicBool::new(false),
             stage: AtomicU32::new(IDLE),
             recovered: AtomicU32::new(WAITING),
         }
@@ -101,8 +104,8 @@ impl ForkTurn {
     }
 }
 
-/// Events read while a fork was under way: applied when it is over, in both processes.
-pub type ForkLog = EventLog<1024>;
+/// Events read while a fork was under way: applied when it is over, in both processes. What is not used of it takes no memory.
+pub type ForkLog = EventLog<4096>;
 
 impl ForkLog {
     /// Which page's stored copy is now the contents of `page`, after what is in the log; `None` for zeroes.
@@ -130,6 +133,20 @@ impl ForkLog {
 ///
 /// A copy of the process that has no pager has nothing to prepare, and its turn may be held by a thread it does not have.
 pub fn prepare(pager: &Pager) -> bool {
+    stop(pager, true)
+}
+
+/// As [`prepare`], but no copy will be made: nothing leaves until [`parent`], and events are applied as ever.
+pub(crate) fn hold_still(pager: &Pager) -> bool {
+    stop(pager, false)
+}
+
+/// Whether a copy of the process is about to be made, so that nothing may be changed that it will need.
+pub(crate) fn is_being_copied(pager: &Pager) -> bool {
+    pager.frozen.load(Acquire) && pager.fork_turn.is_for_copy.load(Acquire)
+}
+
+fn stop(pager: &Pager, is_for_copy: bool) -> bool {
     if !pager.has_threads().load(Acquire) {
         pager.fork_turn.is_prepared.store(false, Release);
         return false;
@@ -146,6 +163,7 @@ pub fn prepare(pager: &Pager) -> bool {
     }
     pager.fork_turn.signals.store(signals, Release);
     pager.fork_turn.is_prepared.store(true, Release);
+    pager.fork_turn.is_for_copy.store(is_for_copy, Release);
     if !pager.armed.load(Acquire) {
         // No fault of ours can happen: nothing is registered, and nothing will be while the lock is held.
         pager.state.hold();

@@ -21,9 +21,10 @@
 
 use crate::fork;
 use crate::lock;
-use crate::memory::PAGE;
-use crate::pager::{Pager, State};
+use crate::memory::{self, PAGE};
+use crate::pager::{FRAMES_BYTES, MORGUE_BYTES, Pager, STAGING_BYTES, State};
 use crate::process::page_of;
+use core::ffi::c_void;
 use core::ops::Range;
 use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering::*};
 
@@ -59,6 +60,36 @@ impl Pager {
     pub fn set_locked(&self, address: usize, len: usize, locked: bool) {
         let Some(range) = pages_around(address, len).filter(|_| self.remapping.is_possible()) else { return };
         fork::while_nobody_forks(self, || request(self, if locked { LOCK } else { UNLOCK }, range));
+    }
+
+    /// Runs `lock`, which locks all memory of the process (mlockall): what is evicted comes back to be locked, and frames are
+    /// left out, empty, so that locked memory is not evicted again: they do not move between locked and unlocked ranges.
+    ///
+    /// The gate stays as it is: faults are answered meanwhile, and events put into their order by it.
+    pub fn while_memory_is_locked(&self, lock: impl FnOnce() -> i32) -> i32 {
+        fork::hold_still(self);
+        // What moves by mremap is not asked whether it is locked.
+        let was_locked = self.remapping.locked.swap(true, AcqRel);
+        let [frames, staging] = if self.remapping.shares_staging() { [0; 2] } else { [FRAMES_BYTES, STAGING_BYTES] };
+        let bell = if staging > 0 { PAGE } else { 0 };
+        let (start, morgue) = (self.staging_start, (self.morgue_start, MORGUE_BYTES));
+        for (start, len) in [(start, frames), (start + STAGING_BYTES - PAGE, bell), morgue] {
+            // SAFETY: nothing is staged and nobody stages anything before `fork::parent`.
+            let _ = unsafe { memory::set_access(start, len, false) };
+        }
+        let result = lock();
+        if result != 0 {
+            self.remapping.locked.store(was_locked, Release);
+        }
+        for (start, len) in [(start, staging), morgue] {
+            // SAFETY: ranges of the pager's own.
+            unsafe {
+                let _ = rustix::mm::munlock(start as *mut c_void, len);
+                let _ = memory::set_access(start, len, true);
+            }
+        }
+        fork::parent(self);
+        result
     }
 
     /// No memory is locked any more (munlockall).

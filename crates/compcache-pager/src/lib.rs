@@ -55,6 +55,7 @@ pub mod filter;
 #[allow(unsafe_code, reason = "frees locks of threads that a copy does not have")]
 pub mod fork;
 mod hand;
+#[allow(unsafe_code, reason = "keeps ranges of the pager's own from being locked")]
 mod keep;
 #[allow(unsafe_code, reason = "gives the memory of frames back")]
 mod leave;

@@ -26,7 +26,7 @@ use crate::cpus;
 use crate::events::EventLog;
 use crate::evict::Evictor;
 use crate::fault::Handler;
-use crate::fork::{self, ForkLog, ForkTurn};
+use crate::fork::{ForkLog, ForkTurn};
 use crate::keep::KeepRequest;
 use crate::lock::{self, Mutex, Turn};
 use crate::memory::{self, PAGE, boxed_zeroed};
@@ -60,7 +60,8 @@ pub const KEPT_MAX: usize = 4096;
 pub const THREADS_MAX: usize = 4096;
 /// Events of several threads at one time.
 pub const PENDING_EVENTS: usize = 256;
-const FRAMES_BYTES: usize = GROUPS_MAX * GROUP * PAGE;
+/// Staging's frames.
+pub(crate) const FRAMES_BYTES: usize = GROUPS_MAX * GROUP * PAGE;
 /// Staging's range: its frames, the gate, and the bell.
 pub const STAGING_BYTES: usize = FRAMES_BYTES + 2 * PAGE;
 /// How long it is believed that nothing more can go.
@@ -604,34 +605,6 @@ impl Pager {
         let (quiet, _) = Uffd::open(false)?;
         quiet.register(self.morgue_start, MORGUE_BYTES).inspect_err(|_| quiet.close())?;
         Ok(quiet)
-    }
-
-    /// Runs `lock`, which locks all memory of the process (mlockall): what is evicted comes back to be locked, and staging
-    /// is left out, empty, so that locked memory is not evicted again: frames do not move between locked and unlocked
-    /// ranges.
-    pub fn while_memory_is_locked(&self, lock: impl FnOnce() -> i32) -> i32 {
-        fork::prepare(self);
-        // What moves by mremap is not asked whether it is locked.
-        let was_locked = self.remapping.locked.swap(true, AcqRel);
-        let staging_bytes = if self.remapping.shares_staging() { 0 } else { STAGING_BYTES };
-        let ranges = [(self.staging_start, staging_bytes), (self.morgue_start, MORGUE_BYTES)];
-        for (start, len) in ranges {
-            // SAFETY: nothing is staged and nobody stages anything before `fork::parent`.
-            let _ = unsafe { memory::set_access(start, len, false) };
-        }
-        let result = lock();
-        if result != 0 {
-            self.remapping.locked.store(was_locked, Release);
-        }
-        for (start, len) in ranges {
-            // SAFETY: ranges of the pager's own.
-            unsafe {
-                let _ = rustix::mm::munlock(start as *mut c_void, len);
-                let _ = memory::set_access(start, len, true);
-            }
-        }
-        fork::parent(self);
-        result
     }
 
     /// Notes the control block of a thread of the program's, by an address in it: the page it lies on, and its

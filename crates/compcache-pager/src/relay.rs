@@ -105,7 +105,7 @@ pub fn while_alone<T>(pager: &'static Pager, call: impl FnOnce() -> T) -> T {
     if !pager.is_here() || pager.is_filtered() || !are_descriptors_allowed() {
         return call();
     }
-    let is_armed = fork::prepare(pager);
+    let is_armed = fork::hold_still(pager);
     if !pager.fork_turn.is_prepared() {
         return call();
     }

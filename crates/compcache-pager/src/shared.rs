@@ -208,6 +208,8 @@ pub enum Trouble {
     Sanitizer = 10,
     /// A filter on the system calls of all threads does not let the pager do its work.
     Filter = 11,
+    /// The program changed its mappings more often than can be kept while a copy of it was made, and the process was ended.
+    Changes = 12,
     /// An invariant of the pager's own did not hold, and the process was ended.
     Bug = 6,
 }

@@ -176,7 +176,7 @@ fn quantile_ns(buckets: &[u64; LATENCY_BUCKETS], share: f64) -> u64 {
 
 /// What the header's trouble means.
 fn trouble(trouble: u32, errno: u32) -> Option<String> {
-    const ALL: [Trouble; 11] = [
+    const ALL: [Trouble; 12] = [
         Trouble::NoUserfaultfd,
         Trouble::NoMemory,
         Trouble::NoEvictionWay,
@@ -188,6 +188,7 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         Trouble::NotMeant,
         Trouble::Sanitizer,
         Trouble::Filter,
+        Trouble::Changes,
     ];
     if trouble == 0 {
         return None;
@@ -216,13 +217,16 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         Some(Trouble::Filter) => {
             "a process went on unpaged: it set a filter on the system calls of all its threads (seccomp) that forbids what paging takes"
         }
+        Some(Trouble::Changes) => {
+            "a process was ended: while a copy of it was being made (fork) its other threads changed mappings thousands of times"
+        }
         Some(Trouble::LostPage) => "a process was ended: a stored page was damaged, and it was not to get wrong bytes",
         Some(Trouble::Bug) => "a process was ended: compcache has a bug, please report it",
         None => "a process had a trouble this version does not know",
     };
     Some(match errno {
         0 => what.into(),
-        line if matches!(known, Some(Trouble::Bug | Trouble::LostPage | Trouble::NotMeant)) => {
+        line if matches!(known, Some(Trouble::Bug | Trouble::LostPage | Trouble::NotMeant | Trouble::Changes)) => {
             format!("{what} (at line {line})")
         }
         errno => format!("{what} ({})", Errno::from_raw_os_error(errno as i32)),

@@ -130,6 +130,7 @@ traps! {
     locked_memory_stays: "locks" ["mlock"];
     memory_locked_on_fault_stays: "locks" ["onfault"];
     locking_all_memory_loses_none: "locks" ["mlockall"];
+    locking_all_memory_while_others_change_the_map_ends: "locks" ["unmapping"];
 
     huge_pages_are_paged_rightly: "huge_pages" [];
 

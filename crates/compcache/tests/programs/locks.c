@@ -4,6 +4,7 @@
  *   mlock      what is locked before and after it was evicted comes in, stays in, and is right
  *   onfault    mlock2(MLOCK_ONFAULT)
  *   mlockall   MCL_CURRENT | MCL_FUTURE of more memory than the cap: nothing hangs and nothing is lost
+ *   unmapping  the same, while another thread unmaps, moves and discards what was cold
  */
 #include "trap.h"
 
@@ -72,11 +73,71 @@ static void all(void)
 	area_check(&early, 1);
 }
 
+#define BLOCKS 64
+/* More discards than a pager could keep for later. */
+#define DISCARDS 6000
+
+static struct area blocks[BLOCKS];
+static struct area discarded;
+static atomic_bool is_locking, is_locked;
+
+static void *change_map(void *unused)
+{
+	void *unmapped = NULL;
+	while (!atomic_load(&is_locking)) sched_yield();
+	for (size_t i = 0; i < BLOCKS; i++) {
+		if (i % 3 == 0) {
+			unmapped = blocks[i].at;
+			MUST(munmap(unmapped, MIB / 4) == 0);
+			blocks[i].at = NULL;
+		} else if (i % 3 == 1) {
+			/* To the place of the one before it, which was just unmapped. */
+			void *to = unmapped, *moved = mremap(blocks[i].at, MIB / 4, MIB / 4, MREMAP_MAYMOVE | MREMAP_FIXED, to);
+			MUST(moved == to);
+			blocks[i].at = moved;
+		}
+		for (size_t n = 0; n < DISCARDS / BLOCKS && !atomic_load(&is_locked); n++)
+			/* Refused once it is locked. */
+			(void)madvise(discarded.at + n % discarded.pages * PAGE, PAGE, MADV_DONTNEED);
+		unsigned char *fresh = map_private(MIB);
+		memset(fresh, 1, MIB);
+		MUST(munmap(fresh, MIB) == 0);
+	}
+	return unused;
+}
+
+static void unmapping(void)
+{
+	struct area early = area_new(8 * MIB, 23, 1);
+	discarded = area_new(MIB, 24, 1);
+	for (size_t i = 0; i < BLOCKS; i++) blocks[i] = area_new(MIB / 4, 100 + i, 1);
+	pthread_t thread;
+	MUST(pthread_create(&thread, NULL, change_map, NULL) == 0);
+	area_push_out(&early);
+	for (size_t i = 0; i < BLOCKS; i++) area_push_out(&blocks[i]);
+	/* What hangs stays so: the test need not wait. */
+	alarm(60);
+	atomic_store(&is_locking, true);
+	if (mlockall(MCL_CURRENT | MCL_FUTURE) != 0) lacks("mlockall");
+	atomic_store(&is_locked, true);
+	MUST(pthread_join(thread, NULL) == 0);
+	alarm(0);
+	area_check(&early, 1);
+	for (size_t i = 0; i < BLOCKS; i++)
+		if (blocks[i].at) area_check(&blocks[i], 1);
+	MUST(munlockall() == 0);
+	area_push_out(&early);
+	area_check(&early, 1);
+	for (size_t i = 0; i < BLOCKS; i++)
+		if (blocks[i].at) area_check(&blocks[i], 1);
+}
+
 int main(int argc, char **argv)
 {
 	if (mode_is(argc, argv, "mlock")) some(false);
 	else if (mode_is(argc, argv, "onfault")) some(true);
 	else if (mode_is(argc, argv, "mlockall")) all();
-	else die("mlock | onfault | mlockall");
+	else if (mode_is(argc, argv, "unmapping")) unmapping();
+	else die("mlock | onfault | mlockall | unmapping");
 	return passed();
 }
