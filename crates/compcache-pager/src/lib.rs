@@ -95,6 +95,5 @@ mod uffd;
 mod unseen;
 mod waits;
 
-pub use process::abort;
 pub use remap::Kernel as RemapKernel;
-pub use sys::{Errno, call6 as system_call, end_process, end_thread, read_own_memory};
+pub use sys::{Errno, abort, call6 as system_call, end_process, end_thread, read_own_memory};

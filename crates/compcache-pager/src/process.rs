@@ -3,6 +3,7 @@
 use crate::memory::PAGE;
 use crate::pager::Pager;
 use crate::shared::Trouble;
+use crate::sys;
 use core::mem::MaybeUninit;
 use rustix::fd::{BorrowedFd, OwnedFd};
 use rustix::fs::{Mode, OFlags, RawDir};
@@ -123,18 +124,54 @@ pub fn cpu_time_of_others_ns() -> u64 {
 #[track_caller]
 pub fn die(pager: &Pager, trouble: Trouble) -> ! {
     pager.region.note_trouble(trouble, core::panic::Location::caller().line() as i32);
-    abort()
-}
-
-/// Ends the process by SIGABRT.
-pub fn abort() -> ! {
-    loop {
-        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::ABORT);
-        rustix::thread::sched_yield();
-    }
+    sys::abort()
 }
 
 /// Rounds down to a page.
 pub fn page_of(address: usize) -> u64 {
     (address / PAGE) as u64
+}
+
+#[cfg(test)]
+#[allow(unsafe_code, reason = "makes a process that ends")]
+mod tests {
+    use crate::sys;
+
+    extern "C" fn returns(_: i32) {}
+
+    /// How a copy of this process ends that prepares itself and aborts; `None` when it does not end.
+    fn end_of_one_that(prepares: fn()) -> Option<i32> {
+        // SAFETY: the copy makes system calls only.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            prepares();
+            sys::abort();
+        }
+        let mut status = 0;
+        for _ in 0..500 {
+            // SAFETY: the status is ours.
+            if unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } == child {
+                return libc::WIFSIGNALED(status).then(|| libc::WTERMSIG(status));
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        // SAFETY: a child of this process, which has not been waited for.
+        unsafe {
+            libc::kill(child, libc::SIGKILL);
+            libc::waitpid(child, &raw mut status, 0);
+        }
+        None
+    }
+
+    #[test]
+    fn a_process_ends_by_sigabrt_whatever_it_has_made_of_it() {
+        // SAFETY: both handlers do nothing.
+        let ignores = || _ = unsafe { libc::signal(libc::SIGABRT, libc::SIG_IGN) };
+        // SAFETY: as above.
+        let handles = || _ = unsafe { libc::signal(libc::SIGABRT, returns as *const () as libc::sighandler_t) };
+        let blocks = || _ = sys::block_signals();
+        assert_eq!(end_of_one_that(ignores), Some(libc::SIGABRT));
+        assert_eq!(end_of_one_that(handles), Some(libc::SIGABRT));
+        assert_eq!(end_of_one_that(blocks), Some(libc::SIGABRT));
+    }
 }

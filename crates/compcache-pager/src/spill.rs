@@ -753,7 +753,7 @@ pub extern "C" fn spiller_entry(pager: *mut c_void) -> ! {
     sys::ask_for_short_slices(1_000_000);
     match &pager.spill {
         Some(spill) => spill.run_spiller(pager),
-        None => process::abort(),
+        None => sys::abort(),
     }
 }
 
@@ -764,6 +764,6 @@ pub extern "C" fn fetcher_entry(pager: *mut c_void) -> ! {
     let channel = *pager.channel.lock();
     match (&pager.spill, channel) {
         (Some(spill), Some(channel)) => spill.run_fetcher(pager, channel.uffd),
-        _ => process::abort(),
+        _ => sys::abort(),
     }
 }

@@ -25,6 +25,7 @@ impl Errno {
     pub const EEXIST: Errno = Errno(17);
 }
 
+const SYS_RT_SIGACTION: usize = 13;
 const SYS_RT_SIGPROCMASK: usize = 14;
 const SYS_EXIT: usize = 60;
 const SYS_EXIT_GROUP: usize = 231;
@@ -285,6 +286,27 @@ pub fn end_process(status: i32) -> ! {
         // SAFETY: nothing comes after it.
         let _ = unsafe { call(SYS_EXIT_GROUP, [status as usize, 0, 0, 0]) };
     }
+}
+
+/// Ends the process by SIGABRT, also where the program handles, ignores or blocks it.
+pub fn abort() -> ! {
+    const SIGABRT: usize = 6;
+    const SIGKILL: usize = 9;
+    const SIG_UNBLOCK: usize = 1;
+    let process = rustix::process::getpid().as_raw_nonzero().get() as usize;
+    let thread = rustix::thread::gettid().as_raw_nonzero().get() as usize;
+    // As the kernel's sigaction: no handler, no flags.
+    let (default, only_abort) = ([0u64; 4], 1u64 << (SIGABRT - 1));
+    // SAFETY: the kernel reads a sigaction and a mask of the size given; nothing of the program's goes on after it.
+    unsafe {
+        let _ = call(SYS_RT_SIGACTION, [SIGABRT, default.as_ptr() as usize, 0, 8]);
+        let _ = call(SYS_RT_SIGPROCMASK, [SIG_UNBLOCK, &raw const only_abort as usize, 0, 8]);
+        let _ = call(SYS_TGKILL, [process, thread, SIGABRT, 0]);
+        // Another thread has set a handler in this instant.
+        let _ = call(SYS_TGKILL, [process, thread, SIGKILL, 0]);
+    }
+    // The first process of a namespace, which its own signals do not end.
+    end_process(127)
 }
 
 /// Whether the kernel knows a thread of this number in this process.
