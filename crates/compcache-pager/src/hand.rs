@@ -374,5 +374,6 @@ fn may_go_along(pager: &Pager, state: &mut State, address: usize) -> bool {
         && !state.loading.contains(&page)
         && !state.must_stay(address)
         && !pager.is_control_block(address)
-        && state.table.set(page, word)
+        // What left, and could not be noted, would be lost.
+        && state.table.make_leaf(page)
 }

@@ -193,18 +193,20 @@ impl PageTable {
         self.leaf(page).map_or(Word::UNKNOWN, |leaf| Word(self.node(leaf)[page as usize % FANOUT]))
     }
 
-    /// Sets the word of a page. False when the table is full and the word could not be kept.
+    /// Sees to it that any word of a page can be kept. False when the table is full, or gets no memory.
     #[must_use]
-    pub fn set(&mut self, page: u64, word: Word) -> bool {
+    pub fn make_leaf(&mut self, page: u64) -> bool {
+        self.leaf_or_new(page).is_some()
+    }
+
+    fn leaf_or_new(&mut self, page: u64) -> Option<u32> {
         let mut number = 1;
         for step in Self::steps(page) {
             let child = self.node(number)[step];
             number = if child != 0 {
                 child
-            } else if word == Word::UNKNOWN {
-                return true;
             } else if self.used == self.opened && !self.open_more() {
-                return false;
+                return None;
             } else {
                 let fresh = self.used;
                 self.used += 1;
@@ -212,7 +214,19 @@ impl PageTable {
                 fresh
             };
         }
-        let was = core::mem::replace(&mut self.node_mut(number)[page as usize % FANOUT], word.0);
+        Some(number)
+    }
+
+    /// Sets the word of a page. False when the table is full and the word could not be kept.
+    #[must_use]
+    pub fn set(&mut self, page: u64, word: Word) -> bool {
+        let leaf = match self.leaf(page) {
+            None if word == Word::UNKNOWN => return true,
+            None => self.leaf_or_new(page),
+            leaf => leaf,
+        };
+        let Some(leaf) = leaf else { return false };
+        let was = core::mem::replace(&mut self.node_mut(leaf)[page as usize % FANOUT], word.0);
         self.out.note(Word(was), word);
         true
     }
@@ -275,6 +289,18 @@ mod tests {
         assert_eq!(table.get(512).payload(), 512);
         assert_eq!(table.get(2), Word::UNKNOWN);
         assert_eq!(table.get(1 << 30), Word::UNKNOWN);
+    }
+
+    #[test]
+    fn a_table_that_cannot_grow_says_so_before_a_page_leaves() {
+        let mut table = PageTable::new(1 << 14).unwrap();
+        table.capacity = table.opened;
+        let leaves =
+            (0..u64::from(table.opened)).take_while(|&leaf| table.make_leaf(leaf * FANOUT as u64)).count() as u64;
+        assert!((1..u64::from(table.opened)).contains(&leaves));
+        assert!(table.set(leaves * FANOUT as u64 - 1, Word::new(Phase::Staged)), "it has a leaf");
+        assert!(!table.make_leaf(leaves * FANOUT as u64), "it has none, and gets none");
+        assert!(table.set(leaves * FANOUT as u64, Word::UNKNOWN), "nothing needs be kept");
     }
 
     #[test]

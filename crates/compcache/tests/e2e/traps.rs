@@ -188,6 +188,7 @@ traps! {
 
     a_limit_on_address_space_does_not_stop_the_pager: "limits" ["as"];
     a_limit_on_data_does_not_stop_the_pager: "limits" ["data"];
+    a_limit_on_data_that_leaves_no_room_for_tables_does_not_stop_the_pager: "limits" ["scattered"];
     a_limit_on_descriptors_does_not_stop_the_pager: "limits" ["files"];
     a_limit_on_locked_memory_does_not_stop_the_pager: "limits" ["memlock"];
     a_limit_on_processes_does_not_stop_the_pager: "limits" ["processes"];

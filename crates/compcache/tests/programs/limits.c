@@ -3,6 +3,7 @@
  *
  *   as        RLIMIT_AS a little above what it uses
  *   data      RLIMIT_DATA likewise
+ *   scattered RLIMIT_DATA of what it uses, and memory in many places that have no tables yet
  *   files     RLIMIT_NOFILE of the descriptors it has
  *   memlock   RLIMIT_MEMLOCK of zero
  *   processes RLIMIT_NPROC of zero
@@ -94,6 +95,33 @@ static void *walk_and_map(void *unused)
 	return unused;
 }
 
+#define PIECES 700
+#define PIECE (MIB / 16)
+
+/*
+ * Memory that is writable from before the limit on, a little in every two megabytes: what is known of each piece takes a table of its own.
+ * A page repeats one word, so that it takes no room in the pool, which cannot grow either.
+ */
+static void scattered(void)
+{
+	unsigned char *all = mmap(NULL, PIECES * 2 * MIB, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	MUST(all != MAP_FAILED);
+	for (size_t i = 0; i < PIECES; i++) MUST(mprotect(all + i * 2 * MIB, PIECE, PROT_READ | PROT_WRITE) == 0);
+	limit(RLIMIT_DATA, field_kib("VmData:") << 10);
+	for (uint64_t round = 1; round < 6; round++) {
+		for (size_t i = 0; i < PIECES; i++) {
+			uint64_t *words = (uint64_t *)(all + i * 2 * MIB);
+			for (size_t word = 0; word < PIECE / 8; word++) {
+				uint64_t page = i << 20 | word / WORDS << 8;
+				if (round > 1 && words[word] != page + round - 1)
+					die("WRONG BYTES: %llx in piece %zu, word %zu", (unsigned long long)words[word], i, word);
+				words[word] = page + round;
+			}
+		}
+	}
+	area_check(&area, 1);
+}
+
 int main(int argc, char **argv)
 {
 	filler_walk();
@@ -110,6 +138,8 @@ int main(int argc, char **argv)
 		limit(RLIMIT_DATA, (field_kib("VmData:") << 10) + 2 * MIB);
 		MUST(mmap(NULL, 64 * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED);
 		work();
+	} else if (mode_is(argc, argv, "scattered")) {
+		scattered();
 	} else if (mode_is(argc, argv, "files")) {
 		limit(RLIMIT_NOFILE, 4);
 		work();
@@ -164,7 +194,7 @@ int main(int argc, char **argv)
 		MUST(read(pair[0], &verdict, 1) == 1 && verdict == 'r');
 		work();
 	} else {
-		die("as | data | files | memlock | processes | seccomp | tsync | tsync_forbids | strict");
+		die("as | data | scattered | files | memlock | processes | seccomp | tsync | tsync_forbids | strict");
 	}
 	return passed();
 }
