@@ -20,6 +20,7 @@ use compcache_store::PageIndex;
 use core::ops::Range;
 
 /// Events in the order they were read.
+#[derive(Clone)]
 pub struct EventLog<const N: usize> {
     entries: [Entry; N],
     len: usize,
@@ -50,6 +51,11 @@ impl Entry {
 }
 
 impl<const N: usize> EventLog<N> {
+    /// No events.
+    pub const fn empty() -> Self {
+        EventLog { entries: [Entry { kind: REMOVE, from: 0, to: 0, len: 0 }; N], len: 0 }
+    }
+
     /// Keeps an event. False when there is no room.
     pub fn push(&mut self, event: Message) -> bool {
         let entry = match event {
@@ -73,6 +79,11 @@ impl<const N: usize> EventLog<N> {
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// The events, oldest first, each mremap with the length that moved.
+    pub fn moves(&self) -> impl Iterator<Item = Message> + '_ {
+        (0..self.len).map(|place| self.event(place))
     }
 
     /// The events, oldest first.

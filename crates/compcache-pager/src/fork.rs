@@ -548,27 +548,9 @@ pub(crate) const ALL_PAGES: Range<u64> = 0..crate::table::PAGES;
 /// The kernel announces a copy of the process. One that the fork handlers know looks after itself; for any other,
 /// everything evicted is brought to it here.
 pub fn on_event(pager: &Pager, state: &mut State, worker: &mut Worker, contents: &mut Page, child: Uffd) {
-    if !pager.frozen.load(Acquire) {
-        populate(pager, state, worker, contents, child);
-        pager.region.header.unpaged_copies.fetch_add(1, Relaxed);
+    if is_being_copied(pager) {
+        return child.close();
     }
-    child.close();
-}
-
-fn populate(pager: &Pager, state: &mut State, worker: &mut Worker, contents: &mut Page, child: Uffd) {
-    events::for_each_known(state, ALL_PAGES, |state, page, word| {
-        let source = match word.phase() {
-            Phase::Staged | Phase::Compressing => state.staging.address(word.payload()) as *const u8,
-            Phase::Stored => match read_stored(pager, worker, page, contents) {
-                true => contents.as_ptr(),
-                false => {
-                    let _ = child.poison(page as usize * PAGE, PAGE);
-                    return;
-                }
-            },
-            Phase::Resident | Phase::Dropped => return,
-        };
-        // SAFETY: both kinds of source are memory of ours, and present. A page that is there already stays.
-        let _ = unsafe { child.copy(page as usize * PAGE, source, PAGE) };
-    });
+    crate::populate::populate(pager, state, worker, contents, child);
+    pager.region.header.unpaged_copies.fetch_add(1, Relaxed);
 }

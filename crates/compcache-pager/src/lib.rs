@@ -67,6 +67,8 @@ mod maps;
 pub mod memory;
 #[allow(unsafe_code, reason = "shares memory between threads unknown to the language")]
 pub mod pager;
+#[allow(unsafe_code, reason = "fills pages of another process, and reads messages")]
+mod populate;
 mod process;
 mod regions;
 #[allow(unsafe_code, reason = "makes its buffers")]

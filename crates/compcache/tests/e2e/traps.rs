@@ -102,6 +102,7 @@ traps! {
     fork_without_handlers_has_right_memory: "raw_forks" ["_Fork"];
     the_clone_function_has_right_memory: "raw_forks" ["clone_function"];
     a_fork_past_libc_has_right_memory: "raw_forks" ["past_libc"];
+    a_fork_past_libc_that_changes_its_memory_at_once_has_the_rest: "raw_forks" ["changes"];
 
     memory_that_is_unmapped_does_not_come_back: "maps" ["munmap"];
     memory_that_is_moved_goes_along: "maps" ["mremap"];

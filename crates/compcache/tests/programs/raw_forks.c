@@ -2,6 +2,8 @@
  * Copies of a process that no fork handler hears of: the raw system calls, and _Fork and clone of the C library.
  * Such a child finds evicted pages as zeroes, unless the pager notices; each must have right memory, and so its parent.
  * "past_libc" makes the system call itself, which nothing in the process can notice.
+ *
+ * "changes" is such a copy that unmaps, discards and moves memory, and makes a copy of itself, before it looks at any.
  */
 #include "trap.h"
 #include <linux/sched.h>
@@ -49,9 +51,45 @@ static int child_work(void *unused)
 	return 0;
 }
 
+static void changes(void)
+{
+	enum { PIECES = 8 };
+	const size_t pages = working_set() / 2 / PAGE / PIECES;
+	for (int round = 0; round < 5; round++) {
+		struct area piece[PIECES];
+		unsigned char *place = map_private(pages * PAGE);
+		for (int i = 0; i < PIECES; i++) piece[i] = area_new(pages * PAGE, 30 + i, 1);
+		for (int i = 0; i < PIECES; i++) area_push_out(&piece[i]);
+		pid_t child = copy_of_process("past_libc");
+		if (child == 0) {
+			MUST(munmap(piece[0].at, pages * PAGE) == 0);
+			MUST(madvise(piece[1].at, pages * PAGE, MADV_DONTNEED) == 0);
+			MUST(mremap(piece[2].at, pages * PAGE, pages * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, place) == place);
+			piece[2].at = place;
+			pid_t grandchild = copy_of_process("past_libc");
+			if (grandchild == 0) MUST(munmap(piece[3].at, pages * PAGE) == 0);
+			must_be_zero(piece[1].at, pages * PAGE, "discarded");
+			for (int i = grandchild ? 2 : 4; i < PIECES; i++) area_check(&piece[i], 1);
+			area_check(&piece[2], 1);
+			if (grandchild) must_succeed(grandchild);
+			_exit(0);
+		}
+		must_succeed(child);
+		for (int i = 0; i < PIECES; i++) {
+			area_check(&piece[i], 1);
+			MUST(munmap(piece[i].at, pages * PAGE) == 0);
+		}
+		MUST(munmap(place, pages * PAGE) == 0);
+	}
+}
+
 int main(int argc, char **argv)
 {
 	MUST(argc == 2);
+	if (mode_is(argc, argv, "changes")) {
+		changes();
+		return passed();
+	}
 	area = area_new(working_set() / 2, 7, 1);
 	for (int round = 0; round < 3; round++) {
 		area_push_out(&area);
