@@ -141,6 +141,7 @@ extern "C" fn before_fork() {
         // What libc touches in the child before its handlers run must be there.
         libc::touch_streams();
         threads::touch_all();
+        threads::touch_libcs_own();
     }
 }
 

@@ -80,6 +80,12 @@ pub fn errno() -> c_int {
     unsafe { *__errno_location() }
 }
 
+/// Where the calling thread's errno is.
+pub fn errno_address() -> usize {
+    // SAFETY: libc says where, and touches nothing.
+    unsafe { __errno_location() as usize }
+}
+
 /// Sets the calling thread's errno.
 pub fn set_errno(errno: c_int) {
     // SAFETY: as `errno`.

@@ -102,6 +102,13 @@ fn touch_thread(layout: &Layout, block: usize) {
     }
 }
 
+/// Touches what libc keeps in the calling thread's local storage: errno, its arena, its locale. It may lie far from the control block, for the program's own
+/// variables come between.
+pub fn touch_libcs_own() {
+    const EITHER_SIDE: usize = 512;
+    touch(crate::libc::errno_address().wrapping_sub(EITHER_SIDE), 2 * EITHER_SIDE);
+}
+
 /// Sees to it that `bytes` from `start` on are there, if they can be.
 fn touch(start: usize, bytes: usize) {
     let last = start.wrapping_add(bytes - 1);

@@ -90,6 +90,7 @@ traps! {
     a_child_outlives_a_parent_that_was_killed: "forks" ["outlives"];
     a_fork_with_threads_made_behind_our_back_has_right_memory: "forks" ["hidden"];
     a_fork_with_threads_that_have_many_keys_has_right_memory: "forks" ["keys"];
+    a_fork_with_much_thread_local_memory_has_right_memory: "forks" ["thread_local"];
 
     vfork_and_exec_read_their_arguments_from_cold_memory: "spawns" ["vfork"];
     fork_and_exec_read_their_arguments_from_cold_memory: "spawns" ["fork"];

@@ -9,8 +9,10 @@
  *   outlives     the parent dies at once; the child goes on and reports to the grandparent
  *   hidden       threads that sleep, made by libc's own pthread_create, past whoever took its name (jemalloc does so)
  *   keys         threads that sleep and have so many keys that libc keeps their values in the heap
+ *   thread_local  from a thread whose errno lies far from its control block, and is cold
  */
 #include "trap.h"
+#include <ctype.h>
 #include <dlfcn.h>
 
 static void change(const struct area *area, size_t start, size_t stride, uint64_t generation)
@@ -266,6 +268,44 @@ static create_function *hidden_create(void)
 	return (create_function *)found;
 }
 
+/* Lies between a thread's control block and what libc keeps of it. */
+static __thread char pad[64 << 10];
+static int *libcs_errno;
+static int wake_up[2];
+
+static void *fork_with_cold_errno(void *unused)
+{
+	memset(pad, 1, sizeof(pad));
+	char byte;
+	MUST(isalpha('a'));
+	errno = 77;
+	__atomic_store_n(&libcs_errno, &errno, __ATOMIC_RELEASE);
+	MUST(read(wake_up[0], &byte, 1) == 1);
+	pid_t child = fork();
+	if (child == 0) _exit(errno == 77 && isalpha('a') && pad[sizeof(pad) / 2] == 1 ? 0 : 1);
+	must_succeed(child);
+	return unused;
+}
+
+static void thread_local(void)
+{
+	struct area area = area_new(MIB, 25, 1);
+	for (int i = 0; i < 8; i++) {
+		pthread_t thread;
+		MUST(pipe(wake_up) == 0);
+		MUST(pthread_create(&thread, NULL, fork_with_cold_errno, NULL) == 0);
+		while (!__atomic_load_n(&libcs_errno, __ATOMIC_ACQUIRE)) sched_yield();
+		sleep_ms(20);
+		push_out((void *)((uintptr_t)libcs_errno / PAGE * PAGE), 1);
+		libcs_errno = NULL;
+		MUST(write(wake_up[1], "", 1) == 1);
+		MUST(pthread_join(thread, NULL) == 0);
+		close(wake_up[0]);
+		close(wake_up[1]);
+	}
+	area_check(&area, 1);
+}
+
 int main(int argc, char **argv)
 {
 	size_t bytes = mode_is(argc, argv, "nested") || mode_is(argc, argv, "many") ? working_set() / 4 : working_set() / 2;
@@ -279,7 +319,8 @@ int main(int argc, char **argv)
 	} else if (mode_is(argc, argv, "exec_loop")) exec_loop(&area);
 	else if (mode_is(argc, argv, "outlives")) outlives(&area);
 	else if (mode_is(argc, argv, "hidden")) sleepers(&area, hidden_create(), sleep_only);
+	else if (mode_is(argc, argv, "thread_local")) thread_local();
 	else if (mode_is(argc, argv, "keys")) sleepers(&area, pthread_create, sleep_with_keys);
-	else die("both_sides | many | from_thread | nested | exec_loop | outlives | hidden | keys");
+	else die("both_sides | many | from_thread | nested | exec_loop | outlives | hidden | keys | thread_local");
 	return passed();
 }
