@@ -24,6 +24,7 @@ mod threads;
 use compcache_pager::fork;
 use compcache_pager::memory::{self, SetupHeap};
 use compcache_pager::pager::Pager;
+use compcache_pager::read_own_memory;
 use compcache_pager::shared::{self, Region, Trouble};
 use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use core::ptr::null_mut;
@@ -297,9 +298,14 @@ pub unsafe extern "C" fn vmsplice(pipe: c_int, vectors: *const libc::Vector, cou
         && !vectors.is_null()
         && count <= libc::VECTORS_MAX
     {
-        // SAFETY: so many vectors are there, says the caller.
-        for vector in unsafe { core::slice::from_raw_parts(vectors, count) } {
-            pager.keep(vector.address, vector.len);
+        // By the kernel: of a vector that is not there it is to say so itself.
+        for place in 0..count {
+            let mut words = [[0; size_of::<usize>()]; 2];
+            if !read_own_memory(vectors.wrapping_add(place) as usize, words.as_flattened_mut()) {
+                break;
+            }
+            let [address, len] = words.map(usize::from_ne_bytes);
+            pager.keep(address, len);
         }
     }
     // SAFETY: the caller's own call, passed on.

@@ -217,6 +217,7 @@ traps! {
     what_is_written_to_pages_lent_to_a_pipe_is_read_from_it: "lends" ["written"];
     pages_lent_where_others_were_a_moment_ago_do_not_leave: "lends" ["again"];
     pages_lent_to_a_socket_keep_their_contents: "lends" ["zerocopy"];
+    pages_lent_by_a_list_that_is_not_there_are_an_error: "lends" ["nowhere"];
 
     a_program_sees_nothing_of_the_pager: "shows_nothing" [];
     a_program_may_have_a_userfaultfd_of_its_own: "own_userfaultfd" [];

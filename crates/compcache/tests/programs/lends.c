@@ -6,6 +6,7 @@
  *   written    what is written to such pages while they are lent is what the pipe's reader gets
  *   again      as written, by two threads, where others were lent and unmapped just before, while a third has pages leave
  *   zerocopy   pages lent to a socket with MSG_ZEROCOPY are received much later
+ *   nowhere    a vector that is not there is an error
  */
 #include "trap.h"
 #include <arpa/inet.h>
@@ -123,12 +124,24 @@ static void lend_to_socket(void)
 	}
 }
 
+static void lend_from_nowhere(void)
+{
+	int pair[2];
+	struct area area = area_new(MIB, 44, 1);
+	area_push_out(&area);
+	MUST(pipe(pair) == 0);
+	struct iovec *volatile nowhere = (struct iovec *)8;
+	MUST(vmsplice(pair[1], nowhere, 1, 0) < 0 && errno == EFAULT);
+	area_check(&area, 1);
+}
+
 int main(int argc, char **argv)
 {
 	if (mode_is(argc, argv, "vmsplice")) lend_to_pipe(false);
 	else if (mode_is(argc, argv, "written")) lend_to_pipe(true);
 	else if (mode_is(argc, argv, "again")) lend_again_and_again();
 	else if (mode_is(argc, argv, "zerocopy")) lend_to_socket();
-	else die("vmsplice | written | again | zerocopy");
+	else if (mode_is(argc, argv, "nowhere")) lend_from_nowhere();
+	else die("vmsplice | written | again | zerocopy | nowhere");
 	return passed();
 }
