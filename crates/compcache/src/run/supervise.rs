@@ -116,7 +116,7 @@ impl<'a> Run<'a> {
                 if left.is_zero() {
                     break;
                 }
-                for signal in self.signals.wait(left).context("cannot wait for signals")? {
+                for signal in self.signals.wait(left, self.program).context("cannot wait for signals")? {
                     self.pass_on(signal);
                 }
             }

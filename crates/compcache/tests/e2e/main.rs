@@ -12,6 +12,7 @@
 //! | `spill.rs`         | with --spill the limit holds for any content, and nothing is lost or left behind          |
 //! | `cold.rs`          | with groups of what is not used memory is right, and less; through forks and with --spill     |
 //! | `cli.rs`           | statuses and signals go through, output is the program's alone, failures say the remedy  |
+//! | `signals.rs`       | what terminals, service managers and containers send reaches the program, as without us  |
 //! | `disks.rs`         | `compcache serve` and its disks do what they are told, and say why when they do not      |
 //! | `disk_backing.rs`  | a disk larger than memory keeps its contents in a file, and says what is wrong with that |
 //! | `disk_clients.rs`  | file systems, fio, stress-ng, git, tar, sqlite on such a disk find what they wrote       |
@@ -59,6 +60,7 @@ mod mount_user;
 mod nbd_client;
 mod old_kernel;
 mod real_programs;
+mod signals;
 mod spill;
 mod support;
 mod swap;

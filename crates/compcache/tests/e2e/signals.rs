@@ -1,0 +1,103 @@
+//! `compcache run` between a program and who started it: terminals, service managers, containers.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus};
+use std::time::{Duration, Instant};
+
+use crate::support::{beside_others, compcache, preload};
+
+/// A terminal, and `compcache run` as the leader of its session, as a terminal's window or ssh starts it.
+struct Terminal {
+    master: Option<File>,
+    leader: Child,
+}
+
+impl Terminal {
+    /// Starts it, and waits until the program has said that it is ready.
+    fn start(program: &[&str]) -> Self {
+        let mut ptmx = OpenOptions::new();
+        let mut master =
+            ptmx.read(true).write(true).custom_flags(libc::O_NOCTTY).open("/dev/ptmx").expect("a terminal");
+        let flags = libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC;
+        // SAFETY: the first request reads an integer of ours, the second opens a descriptor that nobody else knows.
+        let terminal = unsafe {
+            assert_eq!(libc::ioctl(master.as_raw_fd(), libc::TIOCSPTLCK, &0), 0, "the terminal stays locked");
+            let terminal = libc::ioctl(master.as_raw_fd(), libc::TIOCGPTPEER, flags);
+            assert!(terminal >= 0, "the terminal's other end: {}", std::io::Error::last_os_error());
+            OwnedFd::from_raw_fd(terminal)
+        };
+        let mut command = Command::new(compcache());
+        command.args(["run", "--ram", "64M", "--quiet", "--"]).args(program).env("COMPCACHE_PRELOAD", preload());
+        let duplicate = || terminal.try_clone().expect("a descriptor");
+        command.stdin(duplicate()).stdout(duplicate()).stderr(duplicate());
+        // SAFETY: system calls alone, and those are async-signal-safe.
+        unsafe {
+            command.pre_exec(|| {
+                for signal in [libc::SIGHUP, libc::SIGINT] {
+                    libc::signal(signal, libc::SIG_DFL);
+                }
+                match libc::setsid() >= 0 && libc::ioctl(0, libc::TIOCSCTTY, 0) == 0 {
+                    true => Ok(()),
+                    false => Err(std::io::Error::last_os_error()),
+                }
+            });
+        }
+        let leader = command.spawn().expect("compcache can be started");
+        drop((command, terminal));
+        let mut said = Vec::new();
+        while !said.ends_with(b"ready\r\n") {
+            let mut byte = [0];
+            master.read_exact(&mut byte).unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&said)));
+            said.push(byte[0]);
+        }
+        Self { master: Some(master), leader }
+    }
+
+    fn types(&mut self, keys: &[u8]) {
+        self.master.as_mut().expect("a terminal that is open").write_all(keys).expect("the terminal takes keys");
+    }
+
+    fn closes(&mut self) {
+        drop(self.master.take());
+    }
+
+    #[track_caller]
+    fn ends(&mut self) -> ExitStatus {
+        let until = Instant::now() + Duration::from_secs(20);
+        loop {
+            if let Some(status) = self.leader.try_wait().expect("our child") {
+                return status;
+            }
+            assert!(Instant::now() < until, "the program runs on");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        // A program that goes on after a failure ends by itself: it sleeps a minute.
+        let _ = self.leader.kill();
+        let _ = self.leader.wait();
+    }
+}
+
+#[test]
+fn a_terminal_that_closes_ends_the_program_where_we_lead_its_session() {
+    let _shared = beside_others();
+    let mut terminal = Terminal::start(&["sh", "-c", "echo ready; exec sleep 60"]);
+    terminal.closes();
+    assert_eq!(terminal.ends().signal(), Some(libc::SIGHUP));
+}
+
+#[test]
+fn keys_of_the_terminal_reach_a_program_that_has_left_our_group() {
+    let _shared = beside_others();
+    let mut terminal = Terminal::start(&["timeout", "60", "sh", "-c", "echo ready; exec sleep 60"]);
+    terminal.types(b"\x03");
+    terminal.ends();
+}
