@@ -9,10 +9,13 @@
 //! | the program stops, for any reason                   | we see it      | stop as well, so that the shell sees a stopped job |
 //!
 //! We never die before the program does. A signal that was ignored when we were started (`nohup`) stays ignored, for the
-//! program as well.
+//! program as well: see [`inherited`].
+
+mod inherited;
 
 use std::io;
 use std::os::unix::net::UnixStream;
+use std::process::{Child, Command};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -24,19 +27,26 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 
 const PASSED_ON: [i32; 9] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGCONT, SIGWINCH, SIGTSTP];
 
-/// Catches signals from its creation on.
+/// What comes to us once the program has been started.
 pub struct Signals {
     delivery: SignalDelivery<UnixStream, WithOrigin>,
 }
 
 impl Signals {
-    /// Catches what is passed on, and the end of children.
-    pub fn catch() -> io::Result<Self> {
-        let ignored = std::fs::read_to_string("/proc/self/status").map_or(0, |status| ignored(&status));
-        let wanted = PASSED_ON.into_iter().filter(|signal| ignored & bit(*signal) == 0).chain([SIGCHLD]);
+    /// Catches the end of children, and nothing else yet.
+    pub fn new() -> io::Result<Self> {
         let (read, write) = UnixStream::pair()?;
-        let delivery = SignalDelivery::with_pipe(read, write, WithOrigin::default(), wanted)?;
+        let delivery = SignalDelivery::with_pipe(read, write, WithOrigin::default(), [SIGCHLD])?;
         Ok(Self { delivery })
+    }
+
+    /// Starts the program, and catches what is passed on to it. No signal is lost between the two.
+    pub fn spawn(&self, command: &mut Command) -> io::Result<Child> {
+        let handle = self.delivery.handle();
+        inherited::spawn(command, || {
+            let mut wanted = PASSED_ON.into_iter().filter(|signal| !inherited::was_ignored(*signal));
+            wanted.try_for_each(|signal| handle.add_signal(signal))
+        })
     }
 
     /// Sleeps until a signal has come or `longest` has passed; answers the signals to pass on to `program`.
@@ -65,26 +75,4 @@ fn is_to_pass_on(origin: &Origin, program: Pid) -> bool {
 fn has_it_already(program: Pid, signal: i32) -> bool {
     let to_the_leader_alone = signal == SIGHUP && getsid(None) == Ok(getpid());
     !to_the_leader_alone && getpgid(Some(program)) == Ok(getpgrp())
-}
-
-fn bit(signal: i32) -> u64 {
-    1 << (signal - 1)
-}
-
-/// The mask of ignored signals in a `/proc/self/status`.
-fn ignored(status: &str) -> u64 {
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn nohup_is_seen_in_the_mask() {
-        let mask = ignored("SigBlk:\t0000000000000002\nSigIgn:\t0000000000000001\n");
-        assert_ne!(mask & bit(SIGHUP), 0);
-        assert_eq!(mask & bit(SIGINT), 0);
-    }
 }

@@ -73,7 +73,7 @@ impl<'a> Run<'a> {
         spill: Option<&SpillPlace>,
         stats: Option<StatsFile>,
     ) -> Result<Self, Failure> {
-        let signals = Signals::catch().context("cannot catch signals")?;
+        let signals = Signals::new().context("cannot catch signals")?;
         let started = Instant::now();
         let mut command = Command::new(&ready.program);
         match spill {
@@ -84,13 +84,9 @@ impl<'a> Run<'a> {
             // Should something that the program starts have been built so, its runtime would end it for an object that comes before.
             command.env("ASAN_OPTIONS", "verify_asan_link_order=0");
         }
-        let child = command
-            .arg0(&program[0])
-            .args(&program[1..])
-            .env(ENV_REGION, region.file())
-            .env("LD_PRELOAD", &ready.ld_preload)
-            .spawn()
-            .map_err(|error| cannot_start(ready, error))?;
+        command.arg0(&program[0]).args(&program[1..]);
+        command.env(ENV_REGION, region.file()).env("LD_PRELOAD", &ready.ld_preload);
+        let child = signals.spawn(&mut command).map_err(|error| cannot_start(ready, error))?;
         let program = Pid::from_raw(child.id() as i32).context("the program has no process id")?;
         Ok(Self { program, signals, region: region.region(), stats, spill_told: Told::default(), started })
     }

@@ -101,3 +101,29 @@ fn keys_of_the_terminal_reach_a_program_that_has_left_our_group() {
     terminal.types(b"\x03");
     terminal.ends();
 }
+
+/// What standard output says of a command that starts `program`, with compcache between the two or without.
+fn inherited(starter: &[&str], program: &[&str], between: bool) -> String {
+    let compcache = compcache().display().to_string();
+    let ours = [compcache.as_str(), "run", "--ram", "64M", "--quiet", "--"];
+    let ours = if between { &ours[..] } else { &[] };
+    let mut command = Command::new(starter[0]);
+    command.args(&starter[1..]).args(ours).args(program).env("COMPCACHE_PRELOAD", preload());
+    let output = command.output().expect("the starter can be started");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn signals_that_are_ignored_or_blocked_are_so_for_the_program() {
+    let _shared = beside_others();
+    let program = ["grep", "-E", "Sig(Blk|Ign)", "/proc/self/status"];
+    for starter in [
+        &["sh", "-c", "trap '' PIPE HUP; exec \"$@\"", "sh"][..],
+        &["env", "--default-signal"],
+        &["env", "--ignore-signal=PIPE,CHLD,USR2,ALRM", "--block-signal=USR1,TERM,CHLD"],
+    ] {
+        let (bare, paged) = (inherited(starter, &program, false), inherited(starter, &program, true));
+        assert_eq!(paged, bare, "{starter:?}");
+    }
+}

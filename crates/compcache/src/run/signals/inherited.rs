@@ -1,0 +1,84 @@
+//! What a program inherits of signals: which are ignored, and which are blocked.
+//!
+//! Before `main` the Rust runtime ignores SIGPIPE, and what it starts has the default in any case. So we look before the
+//! runtime does, and set again what we found between fork and exec, after std has set its own.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::mem::zeroed;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command};
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use signal_hook::consts::{SIGCHLD, SIGPIPE};
+
+const SIGNALS: i32 = 64;
+
+/// One bit a signal: ignored when this process was started.
+static IGNORED: AtomicU64 = AtomicU64::new(0);
+
+/// The C library calls what stands in this section before it calls `main`.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static LOOK: extern "C" fn() = look;
+
+extern "C" fn look() {
+    for signal in 1..=SIGNALS {
+        // SAFETY: zeroes are a valid action; the call changes none and writes to one of ours.
+        let ignored = unsafe {
+            let mut action: libc::sigaction = zeroed();
+            libc::sigaction(signal, null(), &mut action) == 0 && action.sa_sigaction == libc::SIG_IGN
+        };
+        if ignored {
+            IGNORED.fetch_or(bit(signal), Relaxed);
+        }
+    }
+}
+
+fn bit(signal: i32) -> u64 {
+    1 << (signal - 1)
+}
+
+/// Whether the signal was ignored when this process was started, as `nohup` starts one.
+pub fn was_ignored(signal: i32) -> bool {
+    IGNORED.load(Relaxed) & bit(signal) != 0
+}
+
+/// Starts `command` with what was ignored and blocked when we were started, and then does `then` before a signal can come
+/// to us. Afterwards none is blocked here: a signal that the program has blocked waits there, not at us.
+///
+/// A signal that comes to the new process before its exec does what it would do without us, provided that nothing the
+/// program is to be told of was caught before.
+pub fn spawn(command: &mut Command, then: impl FnOnce() -> io::Result<()>) -> io::Result<Child> {
+    let before = set_mask(libc::sigfillset)?;
+    // SAFETY: the closure makes system calls alone, which are async-signal-safe, and uses what was computed before.
+    unsafe {
+        command.pre_exec(move || {
+            // Others that were ignored still are; of these std and we have changed what is done.
+            for signal in [SIGPIPE, SIGCHLD].into_iter().filter(|signal| was_ignored(*signal)) {
+                libc::signal(signal, libc::SIG_IGN);
+            }
+            libc::pthread_sigmask(libc::SIG_SETMASK, &before, null_mut());
+            Ok(())
+        });
+    }
+    let child = command.spawn();
+    let then = then();
+    set_mask(libc::sigemptyset)?;
+    let child = child?;
+    then.map(|()| child)
+}
+
+/// Blocks the signals that `fill` names, and no others. Answers what was blocked before.
+fn set_mask(fill: unsafe extern "C" fn(*mut libc::sigset_t) -> i32) -> io::Result<libc::sigset_t> {
+    // SAFETY: zeroes are a valid set; all calls write to sets of ours.
+    unsafe {
+        let (mut set, mut before) = (zeroed(), zeroed());
+        fill(&mut set);
+        match libc::pthread_sigmask(libc::SIG_SETMASK, &set, &mut before) {
+            0 => Ok(before),
+            errno => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+}
