@@ -44,7 +44,10 @@ impl Outcome {
 
     /// Ends this process as the program ended. A core of ours would overwrite the program's.
     pub fn pass_on(self) -> ExitCode {
-        if let Self::Killed(signal) = self {
+        // No signal that the first process of a container sends to itself ends it.
+        if let Self::Killed(signal) = self
+            && getpid() != Pid::INIT
+        {
             let _ = setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) });
             let _ = set_dumpable_behavior(DumpableBehavior::NotDumpable);
             // Returns only for signals it does not know (real-time ones).
@@ -134,14 +137,18 @@ impl<'a> Run<'a> {
 
     /// The program's end, if it has come. If it has stopped, we stop as well.
     fn reap(&self) -> anyhow::Result<Option<Outcome>> {
-        while let Some((_, status)) = self.wait_status()? {
+        while let Some((child, status)) = self.wait_status()? {
+            if child != self.program {
+                continue;
+            }
             if let Some(status) = status.exit_status() {
                 return Ok(Some(Outcome::Exited(status)));
             }
             if let Some(signal) = status.terminating_signal() {
                 return Ok(Some(Outcome::Killed(signal)));
             }
-            if status.stopped() {
+            // The first process of a container cannot stop, and nobody would see it.
+            if status.stopped() && getpid() != Pid::INIT {
                 let _ = kill_process(getpid(), Signal::STOP);
                 // Continued: by `fg` the program is too, by `kill -CONT` on us alone it is not.
                 self.pass_on(Signal::CONT.as_raw());
@@ -150,9 +157,11 @@ impl<'a> Run<'a> {
         Ok(None)
     }
 
+    /// News of the program. The first process of a container also inherits orphans, which stay zombies until it waits for them.
     fn wait_status(&self) -> anyhow::Result<Option<(Pid, WaitStatus)>> {
+        let whom = if getpid() == Pid::INIT { None } else { Some(self.program) };
         loop {
-            match waitpid(Some(self.program), WaitOptions::NOHANG | WaitOptions::UNTRACED) {
+            match waitpid(whom, WaitOptions::NOHANG | WaitOptions::UNTRACED) {
                 Err(rustix::io::Errno::INTR) => {}
                 answer => return answer.context("cannot wait for the program"),
             }

@@ -5,8 +5,10 @@ use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus};
+use std::process::{Child, Command, ExitStatus, Output};
 use std::time::{Duration, Instant};
+
+use compcache_testkit::features::{Feature, requires};
 
 use crate::support::{beside_others, compcache, preload};
 
@@ -126,4 +128,27 @@ fn signals_that_are_ignored_or_blocked_are_so_for_the_program() {
         let (bare, paged) = (inherited(starter, &program, false), inherited(starter, &program, true));
         assert_eq!(paged, bare, "{starter:?}");
     }
+}
+
+/// Runs a shell's `script` under a compcache that is the first process of a container.
+fn in_a_container(script: &str) -> Output {
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--fork", "--mount-proc"]).arg(compcache()).args(["run", "--ram", "64M", "--quiet", "--"]);
+    command.args(["sh", "-c", script]).env("COMPCACHE_PRELOAD", preload()).output().expect("unshare can be started")
+}
+
+#[test]
+fn as_the_first_process_of_a_container_it_tells_the_signal_and_leaves_no_zombies() {
+    if !requires(&[Feature::Root, Feature::Program("unshare")]) {
+        return;
+    }
+    let _shared = beside_others();
+    for signal in [libc::SIGTERM, libc::SIGKILL, libc::SIGUSR1] {
+        let output = in_a_container(&format!("kill -{signal} $$; sleep 5"));
+        assert_eq!(output.status.code(), Some(128 + signal), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    let script = "(sleep 0.1 & sleep 0.2 &); sleep 1; grep -l '^State:.Z' /proc/[0-9]*/status; exit 9";
+    let output = in_a_container(script);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "", "zombies");
+    assert_eq!(output.status.code(), Some(9), "{}", String::from_utf8_lossy(&output.stderr));
 }
