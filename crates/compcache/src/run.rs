@@ -26,6 +26,8 @@ mod supervise;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::Context;
+
 pub use failure::{STATUS_FAILED, say};
 pub use preflight::{explain as explain_refusal, find_object};
 
@@ -33,6 +35,7 @@ use crate::cli::{Recompress, RunArgs};
 use crate::run::failure::Failure;
 use crate::run::limits::Limits;
 use crate::run::region::TreeRegion;
+use crate::run::signals::Signals;
 use crate::run::spill::SpillPlace;
 use crate::run::stats::StatsFile;
 use crate::run::supervise::{Outcome, Run};
@@ -46,6 +49,7 @@ pub fn run(args: RunArgs) -> ExitCode {
 }
 
 fn supervised(args: RunArgs) -> Result<Outcome, Failure> {
+    let signals = Signals::new().context("cannot catch signals")?;
     let limits = Limits::choose(args.ram, args.resident)?;
     let ready = preflight::check(&args)?;
     let spill = SpillPlace::choose(args.spill.as_deref(), args.spill_max, &limits, args.quiet)?;
@@ -53,7 +57,7 @@ fn supervised(args: RunArgs) -> Result<Outcome, Failure> {
     let recompress = Recompress { level: args.recompress.0, after: Duration::from_secs_f64(args.recompress_after) };
     region::leftovers::sweep();
     let region = TreeRegion::create(&limits, spill.as_ref(), args.codec, recompress, ready.eviction)?;
-    let mut run = Run::start(&ready, &args.program, &region, spill.as_ref(), stats)?;
+    let mut run = Run::start(&ready, &args.program, &region, signals, spill.as_ref(), stats)?;
     let outcome = run.watch()?;
     let stats = run.finish(outcome);
     if !args.quiet {

@@ -75,15 +75,23 @@ impl TreeRegion {
 
     fn create_somewhere() -> anyhow::Result<Self> {
         let mut failures = Vec::new();
+        let mut too_large = false;
         for place in places() {
             match Self::create_in(&place) {
                 Ok(tree) => return Ok(tree),
-                Err(error) => failures.push(format!("{}: {error}", place.display())),
+                Err(error) => {
+                    too_large |= error.kind() == io::ErrorKind::FileTooLarge;
+                    failures.push(format!("{}: {error}", place.display()));
+                }
             }
         }
+        let remedy = match too_large {
+            true => "Let files be larger (ulimit -f, systemd's LimitFSIZE=)",
+            false => "Make one of these directories writable, or name another in TMPDIR",
+        };
         anyhow::bail!(
             "cannot create the region that the pagers share ({}).\n  \
-             Make one of these directories writable, or name another in TMPDIR; two megabytes are enough.",
+             {remedy}; two megabytes are enough.",
             failures.join("; ")
         )
     }

@@ -12,6 +12,7 @@
 //! program as well: see [`inherited`].
 
 mod inherited;
+mod send;
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -20,12 +21,40 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, getpgid, getpgrp, getpid, getsid};
-use signal_hook::consts::{SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGWINCH};
+use signal_hook::consts::{
+    SIGABRT, SIGALRM, SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGIO, SIGPIPE, SIGPROF, SIGQUIT, SIGTERM, SIGTSTP, SIGURG,
+    SIGUSR1, SIGUSR2, SIGVTALRM, SIGWINCH, SIGXCPU, SIGXFSZ,
+};
 use signal_hook::iterator::backend::SignalDelivery;
 use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::low_level::siginfo::{Cause, Origin};
 
-const PASSED_ON: [i32; 9] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGCONT, SIGWINCH, SIGTSTP];
+pub use send::die_by;
+
+/// What is passed on beside real-time signals: all that can be caught and end a process, but for faults of its own code, and
+/// what tells it to stop, to go on, and of changes.
+const PASSED_ON: [i32; 20] = [
+    SIGHUP,
+    SIGINT,
+    SIGQUIT,
+    SIGABRT,
+    SIGUSR1,
+    SIGUSR2,
+    SIGPIPE,
+    SIGALRM,
+    SIGTERM,
+    SIGXCPU,
+    SIGXFSZ,
+    SIGVTALRM,
+    SIGPROF,
+    SIGIO,
+    libc::SIGSTKFLT,
+    libc::SIGPWR,
+    SIGCONT,
+    SIGTSTP,
+    SIGURG,
+    SIGWINCH,
+];
 
 /// What comes to us once the program has been started.
 pub struct Signals {
@@ -33,10 +62,13 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Catches the end of children, and nothing else yet.
+    /// Catches the end of children, and files of ours that become larger than they may (`ulimit -f`): writing to them then
+    /// fails, and we can say so. Not by ignoring the signal, which the program would inherit.
     pub fn new() -> io::Result<Self> {
         let (read, write) = UnixStream::pair()?;
-        let delivery = SignalDelivery::with_pipe(read, write, WithOrigin::default(), [SIGCHLD])?;
+        let wanted =
+            [SIGCHLD, SIGXFSZ].into_iter().filter(|signal| !inherited::was_ignored(*signal) || *signal == SIGCHLD);
+        let delivery = SignalDelivery::with_pipe(read, write, WithOrigin::default(), wanted)?;
         Ok(Self { delivery })
     }
 
@@ -44,29 +76,40 @@ impl Signals {
     pub fn spawn(&self, command: &mut Command) -> io::Result<Child> {
         let handle = self.delivery.handle();
         inherited::spawn(command, || {
-            let mut wanted = PASSED_ON.into_iter().filter(|signal| !inherited::was_ignored(*signal));
+            let all = PASSED_ON.into_iter().chain(libc::SIGRTMIN()..=libc::SIGRTMAX());
+            let mut wanted = all.filter(|signal| !inherited::was_ignored(*signal));
             wanted.try_for_each(|signal| handle.add_signal(signal))
         })
     }
 
-    /// Sleeps until a signal has come or `longest` has passed; answers the signals to pass on to `program`.
-    pub fn wait(&mut self, longest: Duration, program: Pid) -> io::Result<Vec<i32>> {
+    /// Sleeps until a signal has come or `longest` has passed; passes on to `program` what has.
+    pub fn wait(&mut self, longest: Duration, program: Pid) -> io::Result<()> {
         let timeout = Timespec { tv_sec: longest.as_secs() as i64, tv_nsec: longest.subsec_nanos().into() };
         let mut fds = [PollFd::new(self.delivery.get_read(), PollFlags::IN)];
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
-        let pending = self.delivery.pending().filter(|origin| is_to_pass_on(origin, program));
-        Ok(pending.map(|origin| origin.signal).collect())
+        for origin in self.delivery.pending().filter(|origin| is_to_pass_on(origin, program)) {
+            send::send(program, origin.signal);
+        }
+        Ok(())
     }
 }
 
 fn is_to_pass_on(origin: &Origin, program: Pid) -> bool {
-    match origin.cause {
-        _ if origin.signal == SIGCHLD => false,
-        Cause::Kernel => !has_it_already(program, origin.signal),
-        _ => true,
+    // Of a write of ours: SIGPIPE, SIGXFSZ.
+    let ourselves = origin.process.is_some_and(|sender| sender.pid == getpid().as_raw_nonzero().get());
+    match (origin.cause, origin.signal) {
+        (_, SIGCHLD) => false,
+        // Timers that were set before we were executed are ours, and the program has not inherited them.
+        (Cause::Kernel, SIGALRM | SIGVTALRM | SIGPROF) => true,
+        (Cause::Kernel, signal @ (SIGHUP | SIGINT | SIGQUIT | SIGTSTP | SIGCONT | SIGWINCH)) => {
+            !has_it_already(program, signal)
+        }
+        // Of what we did: the program has limits of its own.
+        (Cause::Kernel, _) => false,
+        _ => !ourselves,
     }
 }
 

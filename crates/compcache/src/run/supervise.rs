@@ -15,7 +15,7 @@ use rustix::process::{
 use crate::run::failure::Failure;
 use crate::run::preflight::Ready;
 use crate::run::region::TreeRegion;
-use crate::run::signals::Signals;
+use crate::run::signals::{Signals, die_by};
 use crate::run::spill::{SpillPlace, Told};
 use crate::run::stats::{Stats, StatsFile};
 
@@ -44,14 +44,11 @@ impl Outcome {
 
     /// Ends this process as the program ended. A core of ours would overwrite the program's.
     pub fn pass_on(self) -> ExitCode {
-        // No signal that the first process of a container sends to itself ends it.
-        if let Self::Killed(signal) = self
-            && getpid() != Pid::INIT
-        {
+        if let Self::Killed(signal) = self {
             let _ = setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) });
             let _ = set_dumpable_behavior(DumpableBehavior::NotDumpable);
-            // Returns only for signals it does not know (real-time ones).
-            let _ = signal_hook::low_level::emulate_default_handler(signal);
+            // Returns only in the first process of a container.
+            die_by(signal);
         }
         ExitCode::from(self.status() as u8)
     }
@@ -73,10 +70,10 @@ impl<'a> Run<'a> {
         ready: &Ready,
         program: &[OsString],
         region: &'a TreeRegion,
+        signals: Signals,
         spill: Option<&SpillPlace>,
         stats: Option<StatsFile>,
     ) -> Result<Self, Failure> {
-        let signals = Signals::new().context("cannot catch signals")?;
         let started = Instant::now();
         let mut command = Command::new(&ready.program);
         match spill {
@@ -115,9 +112,7 @@ impl<'a> Run<'a> {
                 if left.is_zero() {
                     break;
                 }
-                for signal in self.signals.wait(left, self.program).context("cannot wait for signals")? {
-                    self.pass_on(signal);
-                }
+                self.signals.wait(left, self.program).context("cannot wait for signals")?;
             }
         }
         unreachable!("the ticks do not end")
@@ -151,7 +146,7 @@ impl<'a> Run<'a> {
             if status.stopped() && getpid() != Pid::INIT {
                 let _ = kill_process(getpid(), Signal::STOP);
                 // Continued: by `fg` the program is too, by `kill -CONT` on us alone it is not.
-                self.pass_on(Signal::CONT.as_raw());
+                let _ = kill_process(self.program, Signal::CONT);
             }
         }
         Ok(None)
@@ -165,12 +160,6 @@ impl<'a> Run<'a> {
                 Err(rustix::io::Errno::INTR) => {}
                 answer => return answer.context("cannot wait for the program"),
             }
-        }
-    }
-
-    fn pass_on(&self, signal: i32) {
-        if let Some(signal) = Signal::from_named_raw(signal) {
-            let _ = kill_process(self.program, signal);
         }
     }
 }

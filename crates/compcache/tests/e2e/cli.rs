@@ -44,7 +44,7 @@ fn the_status_of_the_program_is_passed_on() {
 #[test]
 fn the_signal_that_kills_the_program_is_passed_on() {
     let _shared = beside_others();
-    for signal in [libc::SIGTERM, libc::SIGKILL, libc::SIGUSR1] {
+    for signal in [libc::SIGTERM, libc::SIGKILL, libc::SIGUSR1, libc::SIGPWR, libc::SIGRTMIN() + 3] {
         let output = run(&["--ram", "64M", "sh", "-c", &format!("kill -{signal} $$; sleep 5")]);
         assert_eq!(output.status.signal(), Some(signal), "{}", said(&output));
     }
@@ -54,10 +54,17 @@ fn the_signal_that_kills_the_program_is_passed_on() {
 fn signals_reach_the_program() {
     let _shared = beside_others();
     for way in ways() {
-        for (signal, status) in [(libc::SIGTERM, 31), (libc::SIGINT, 32), (libc::SIGHUP, 33), (libc::SIGUSR2, 34)] {
-            let script = "trap 'exit 31' TERM; trap 'exit 32' INT; trap 'exit 33' HUP; trap 'exit 34' USR2; echo ready; \
-                          while :; do sleep 0.05; done";
-            let mut running = Program::new("sh").args(["-c", script]).start(way, &Cap::resident_mib(16));
+        for (signal, status) in [
+            (libc::SIGTERM, 31),
+            (libc::SIGINT, 32),
+            (libc::SIGHUP, 33),
+            (libc::SIGUSR2, 34),
+            (libc::SIGALRM, 35),
+            (libc::SIGPWR, 36),
+            (libc::SIGRTMIN() + 3, 37),
+        ] {
+            let script = format!("trap 'exit {status}' {signal}; echo ready; while :; do sleep 0.05; done");
+            let mut running = Program::new("sh").args(["-c", &script]).start(way, &Cap::resident_mib(16));
             running.await_output("ready\n");
             running.signal(signal);
             let outcome = running.finish();

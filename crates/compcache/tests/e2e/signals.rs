@@ -152,3 +152,39 @@ fn as_the_first_process_of_a_container_it_tells_the_signal_and_leaves_no_zombies
     assert_eq!(String::from_utf8_lossy(&output.stdout), "", "zombies");
     assert_eq!(output.status.code(), Some(9), "{}", String::from_utf8_lossy(&output.stderr));
 }
+
+/// A timer outlives exec, but is not inherited.
+#[test]
+fn a_timer_that_was_set_before_ends_the_program() {
+    let _shared = beside_others();
+    let mut command = Command::new(compcache());
+    command.args([
+        "run",
+        "--ram",
+        "64M",
+        "--quiet",
+        "--",
+        "sh",
+        "-c",
+        "trap 'exit 9' ALRM; for i in 1 2 3 4 5; do sleep 1; done",
+    ]);
+    // SAFETY: alarm(2) is async-signal-safe.
+    unsafe {
+        command.pre_exec(|| {
+            libc::alarm(1);
+            Ok(())
+        });
+    }
+    let output = command.env("COMPCACHE_PRELOAD", preload()).output().expect("compcache can be started");
+    assert_eq!(output.status.code(), Some(9), "{:?}", output.status);
+}
+
+#[test]
+fn a_limit_on_files_is_told() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -f 1; exec \"$@\"", "sh"]).arg(compcache()).args(["run", "--ram", "64M", "true"]);
+    let output = command.env("COMPCACHE_PRELOAD", preload()).output().expect("a shell can be started");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(125), "{:?}: {said}", output.status);
+    assert!(said.contains("ulimit -f"), "{said}");
+}
