@@ -108,10 +108,12 @@ fn check_depth(path: &Path, scripts_left: usize) -> Result<(), Failure> {
         Binary::Script(interpreter, argument) => {
             executable(&interpreter).map_err(|why| why.about(format!("{} is a script for", path.display())))?;
             check_depth(&interpreter, scripts_left - 1)?;
-            if let Some(program) = named_to_env(&interpreter, argument.as_deref()) {
-                let program = find(program.as_ref(), std::env::var_os("PATH").as_deref())
-                    .map_err(|why| why.about(format!("{} is a script for", path.display())))?;
-                check_depth(&program, scripts_left - 1)?;
+            let Some(named) = named_to_env(&interpreter, argument.as_deref()) else { return Ok(()) };
+            match find(named.program.as_ref(), std::env::var_os("PATH").as_deref()) {
+                Ok(program) => check_depth(&program, scripts_left - 1)?,
+                Err(why) if named.alone => return Err(why.about(format!("{} is a script for", path.display()))),
+                // We may have read the line otherwise than env does, which says what is wrong with it.
+                Err(_) => {}
             }
             Ok(())
         }
@@ -120,12 +122,33 @@ fn check_depth(path: &Path, scripts_left: usize) -> Result<(), Failure> {
     }
 }
 
-/// The program that `#!/usr/bin/env python3` runs.
-fn named_to_env<'a>(interpreter: &Path, argument: Option<&'a str>) -> Option<&'a str> {
+/// What a script's line names to env.
+#[derive(PartialEq, Eq, Debug)]
+struct Named<'a> {
+    program: &'a str,
+    /// Nothing else stands there.
+    alone: bool,
+}
+
+/// The program that `#!/usr/bin/env python3` runs, as far as that is clear.
+fn named_to_env<'a>(interpreter: &Path, argument: Option<&'a str>) -> Option<Named<'a>> {
     if interpreter.file_name()? != "env" {
         return None;
     }
-    argument?.split_whitespace().find(|word| !word.starts_with('-') && !word.contains('='))
+    let argument = argument?;
+    // Quoted, or to be sought in another PATH than ours.
+    if argument.contains(['"', '\'', '\\', '$']) || argument.split_whitespace().any(|word| word.starts_with("PATH=")) {
+        return None;
+    }
+    let mut words = argument.split_whitespace();
+    while let Some(word) = words.next() {
+        if matches!(word, "-u" | "-C" | "-a" | "--unset" | "--chdir" | "--argv0") {
+            words.next();
+        } else if !word.starts_with('-') && !word.contains('=') {
+            return Some(Named { program: word, alone: word == argument });
+        }
+    }
+    None
 }
 
 fn check_loader(path: &Path, loader: &Path) -> Result<(), Failure> {
@@ -191,8 +214,12 @@ mod tests {
     #[test]
     fn env_names_the_program_behind_its_options_and_assignments() {
         let env = Path::new("/usr/bin/env");
-        assert_eq!(named_to_env(env, Some("python3")), Some("python3"));
-        assert_eq!(named_to_env(env, Some("-S A=1 node --x")), Some("node"));
+        let named = |argument| named_to_env(env, Some(argument)).map(|named| (named.program, named.alone));
+        assert_eq!(named("python3"), Some(("python3", true)));
+        assert_eq!(named("-S A=1 node --x"), Some(("node", false)));
+        assert_eq!(named("-S -u DISPLAY --chdir /tmp python3"), Some(("python3", false)));
+        assert_eq!(named("-S A='b c' python3"), None);
+        assert_eq!(named("-S PATH=/opt/x/bin:/usr/bin tool"), None);
         assert_eq!(named_to_env(env, None), None);
         assert_eq!(named_to_env(Path::new("/bin/sh"), Some("-e")), None);
     }

@@ -108,6 +108,25 @@ fn a_program_that_does_not_exist_is_told_before_anything_starts() {
 }
 
 #[test]
+fn scripts_for_env_run_whatever_their_line_says() {
+    let _shared = beside_others();
+    let dir = scratch();
+    let (script, tool) = (dir.path().join("script"), dir.path().join("tool-for-scripts"));
+    std::os::unix::fs::symlink("/bin/sh", &tool).expect("a link");
+    let with_path = format!("PATH={}:/usr/bin:/bin tool-for-scripts", dir.path().display());
+    for way in ways() {
+        for line in ["-u DISPLAY sh", "--unset NAME sh", "A='b c d' sh", &with_path] {
+            let text = format!("#!/usr/bin/env -S {line}\nexec {} 48 0\n", trap_program("holds").display());
+            fs::write(&script, text).expect("a file");
+            fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("our file");
+            let outcome = Program::new(&script).paged(way, &Cap::resident_mib(12));
+            assert!(outcome.status.success() && outcome.text().ends_with("right\n"), "{line}: {}", outcome.explain());
+            outcome.must_have_evicted();
+        }
+    }
+}
+
+#[test]
 fn a_size_that_is_none_is_told() {
     is_refused(&["--ram", "many", "true"], 2, &["many"]);
     is_refused(&["--ram", "0", "true"], 2, &[]);
