@@ -1,7 +1,7 @@
 //! The statistics of a run, as `--stats` writes them and the summary tells them.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -251,7 +251,7 @@ impl StatsFile {
         temporary.push(name);
         temporary.push(format!(".{}", std::process::id()));
         let file = Self { path: path.to_owned(), temporary: path.with_file_name(temporary), failed: None };
-        fs::write(&file.temporary, "").with_context(|| {
+        write_anew(&file.temporary, "").with_context(|| {
             format!("--stats {}: cannot write there, name a file in a directory of yours", path.display())
         })?;
         Ok(file)
@@ -261,7 +261,7 @@ impl StatsFile {
     pub fn write(&mut self, stats: &Stats) {
         let mut text = serde_json::to_string_pretty(stats).expect("numbers and words are always JSON");
         text.push('\n');
-        let written = fs::write(&self.temporary, text).and_then(|()| fs::rename(&self.temporary, &self.path));
+        let written = write_anew(&self.temporary, &text).and_then(|()| fs::rename(&self.temporary, &self.path));
         self.failed = written.err();
     }
 
@@ -280,9 +280,30 @@ impl Drop for StatsFile {
     }
 }
 
+/// Writes a file that is new: in a directory of many users a link could be there, to a file of ours.
+fn write_anew(path: &Path, text: &str) -> io::Result<()> {
+    let _ = fs::remove_file(path);
+    fs::File::create_new(path)?.write_all(text.as_bytes())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn statistics_are_not_written_through_a_link() {
+        let dir = tempfile::tempdir().unwrap();
+        let (victim, path) = (dir.path().join("victim"), dir.path().join("stats"));
+        let plant = || std::os::unix::fs::symlink(&victim, dir.path().join(format!(".stats.{}", std::process::id())));
+        fs::write(&victim, "kept").unwrap();
+        plant().unwrap();
+        let mut file = StatsFile::create(&path).unwrap();
+        fs::remove_file(&file.temporary).unwrap();
+        plant().unwrap();
+        file.write(&Stats::default());
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "kept");
+        assert!(fs::symlink_metadata(&path).unwrap().is_file());
+    }
 
     #[test]
     fn a_quantile_is_the_floor_of_its_bucket() {
