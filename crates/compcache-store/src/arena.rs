@@ -194,7 +194,7 @@ impl Arena {
         let class = span.class();
         let position = location.offset() / class.slot_bytes();
         let mut lists = self.lists(class);
-        if position >= class.objects() || !span.is_taken(position) {
+        if self.holds(location) != Some(class) {
             // Only damaged slot words lead here. To leak is better than to free what belongs to another page.
             return 0;
         }
@@ -218,6 +218,17 @@ impl Arena {
     /// The class of the slot that `location` lies in: what the object costs, which can be more than its length needs.
     pub fn class_of(&self, location: Location) -> Class {
         self.known_span(location.span()).map_or(Class(0), Span::class)
+    }
+
+    /// The class of the object that begins at `location`; `None` if none does, which only a damaged slot can say. For whoever
+    /// is about to change what lies there.
+    pub fn holds(&self, location: Location) -> Option<Class> {
+        let span = self.known_span(location.span())?;
+        let (class, offset) = (span.class(), location.offset() as u32);
+        // Of 32 bits, which is cheaper to divide, and this is on the way of every page that is written again.
+        let slot_bytes = class.slot_bytes() as u32;
+        let (position, rest) = ((offset / slot_bytes) as usize, offset % slot_bytes);
+        (rest == 0 && position < class.objects() && span.is_taken(position)).then_some(class)
     }
 
     /// The bytes of an object; `None` if they would lie outside the arena, which only a damaged slot can ask for.

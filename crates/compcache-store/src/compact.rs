@@ -194,11 +194,8 @@ impl Store {
     fn move_if_sparse(&self, pool: &PoolCore, index: PageIndex, worker: &mut Worker, done: &mut Compacted) -> bool {
         let Some(mut guard) = pool.tree.lock(&self.tables, index, &mut worker.leaf) else { return false };
         let Slot::Stored(object) = guard.get() else { return false };
-        // Only a damaged slot says otherwise; what lies behind belongs to others.
-        if usize::from(object.length) > self.arena.class_of(object.location).slot_bytes() {
-            return false;
-        }
-        let to = self.arena.place_for_move(object.location, &self.budget, &mut worker.credit);
+        let (from, length) = (object.location, object.length.into());
+        let to = self.arena.place_for_move(from, length, &self.budget, &mut worker.credit);
         let Some(to) = to else { return false };
         let from = guard.relocate(&object, to, &self.arena);
         drop(guard);

@@ -303,11 +303,7 @@ impl Groups {
         }
         let length = guard.length();
         for (nth, from, part) in guard.objects() {
-            // Only a damaged entry says otherwise; what lies behind belongs to others.
-            if part > arena.class_of(from).slot_bytes() {
-                continue;
-            }
-            let Some(to) = arena.place_for_move(from, budget, credit) else { continue };
+            let Some(to) = arena.place_for_move(from, part, budget, credit) else { continue };
             // SAFETY: the group is locked, `to` was just allocated in the class of `from`.
             unsafe { arena.copy(from, to, part) };
             guard.place(nth, length, to);

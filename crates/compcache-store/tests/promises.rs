@@ -224,6 +224,48 @@ fn to_discard_a_page_of_a_damaged_slot_ends_nothing_and_gives_no_page_away() {
 }
 
 #[test]
+fn to_write_a_page_of_a_damaged_slot_ends_nothing_and_stores_the_page() {
+    const PAGES: u64 = 200;
+    // Nearly all zeroes, so of the least class, which is also that of a span that was never used; and one like the others.
+    let mut least = [0; 4096];
+    least[4095] = 1;
+    for (bit, page) in (0..64).flat_map(|bit| [(bit, least), (bit, page_of(7, 30))]) {
+        let store = store(u64::MAX);
+        let (pool, mut worker) = pool(&store);
+        for index in 0..PAGES {
+            pool.write(&mut worker, PageIndex(index), &page_of(index + 100, 30)).unwrap();
+        }
+        let leaf = store.memory_ranges()[2].0 as *mut u64;
+        // SAFETY: a bit of slot 3 of the only leaf, and no other thread uses the store.
+        unsafe { *leaf.add(512 + 3) ^= 1 << bit };
+        // At the limit, where only what fits into the place of the old one is stored; then as ever.
+        store.set_limit_bytes(1);
+        let _ = pool.write(&mut worker, PageIndex(3), &least);
+        store.set_limit_bytes(u64::MAX);
+        pool.write(&mut worker, PageIndex(3), &page).unwrap();
+        let mut back = [0; 4096];
+        assert_eq!(pool.read(&mut worker, PageIndex(3), &mut back), Ok(Read::Done), "bit {bit}");
+        assert!(back == page, "bit {bit}");
+        for index in PAGES..2 * PAGES {
+            pool.write(&mut worker, PageIndex(index), &page_of(index + 100, 30)).unwrap();
+        }
+        let mut lost = 0;
+        for index in 0..2 * PAGES {
+            let written = if index == 3 { page } else { page_of(index + 100, 30) };
+            match pool.read(&mut worker, PageIndex(index), &mut back) {
+                Ok(read) => assert!(read == Read::Done && back == written, "bit {bit}, page {index}"),
+                Err(error) => {
+                    assert_eq!(error, StoreError::Corrupt { index: PageIndex(index) });
+                    lost += 1;
+                }
+            }
+        }
+        // The one whose place a flipped bit names, or that was given its place.
+        assert!(lost <= 1, "bit {bit}: {lost} pages are lost");
+    }
+}
+
+#[test]
 fn compaction_of_a_page_of_a_damaged_slot_leaves_all_others_as_they_were() {
     const PAGES: u64 = 600;
     let mut moved = 0;

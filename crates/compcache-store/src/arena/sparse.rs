@@ -101,9 +101,16 @@ impl Arena {
         Some(Location::new(location.span(), placed.position * class.slot_bytes()))
     }
 
-    /// Another place for an object, if compaction wants it moved and there is room.
-    pub fn place_for_move(&self, from: Location, budget: &Budget, credit: &mut Credit) -> Option<Location> {
-        if !self.should_move(from) {
+    /// Another place for an object of so many bytes, if compaction wants it moved and there is room.
+    pub fn place_for_move(
+        &self,
+        from: Location,
+        length: usize,
+        budget: &Budget,
+        credit: &mut Credit,
+    ) -> Option<Location> {
+        // Only who is damaged says that there is none, or one longer than its slot: what lies there and behind is others'.
+        if !self.should_move(from) || self.holds(from).is_none_or(|class| length > class.slot_bytes()) {
             return None;
         }
         self.allocate_below(from).or_else(|| {

@@ -152,7 +152,7 @@ impl Pool {
         Ok(written)
     }
 
-    /// Makes `bytes` the object of a slot: where its old one is, if that fits.
+    /// Makes `bytes` the object of a slot: where its old one is, if that fits and the slot is sound.
     pub(super) fn place(
         &self,
         mut guard: SlotGuard<'_>,
@@ -165,7 +165,7 @@ impl Pool {
         let (checksum, class, length) =
             (checksum::of(bytes, codec), Class::for_length(bytes.len()), bytes.len() as u16);
         if let Slot::Stored(old) = guard.get()
-            && store.arena.class_of(old.location) == class
+            && store.arena.holds(old.location) == Some(class)
         {
             let object = Object { codec, location: old.location, length, checksum };
             self.overwrite(guard, old, object, bytes, shard);
@@ -193,7 +193,7 @@ impl Pool {
         let (codec, bytes, written) = form(id, compressed, page);
         let guard = self.core.tree.lock(&store.tables, index, &mut worker.leaf).ok_or(refused)?;
         let Slot::Stored(old) = guard.get() else { return Err(refused) };
-        if store.arena.class_of(old.location).slot_bytes() < bytes.len() {
+        if store.arena.holds(old.location).is_none_or(|class| class.slot_bytes() < bytes.len()) {
             return Err(refused);
         }
         let checksum = checksum::of(bytes, codec);
@@ -202,7 +202,7 @@ impl Pool {
         Ok(written)
     }
 
-    /// Puts `new` where `old` is.
+    /// Puts `new` where `old` is, which the arena [holds](crate::arena::Arena::holds).
     fn overwrite(&self, mut guard: SlotGuard<'_>, old: Object, new: Object, bytes: &[u8], shard: usize) {
         guard.fill(old.location, bytes, &self.store.arena);
         guard.set(Slot::Stored(new), self.store.age());
