@@ -240,9 +240,13 @@ impl Backing {
                 Ok(Flown::default())
             }
             // What another is about to clean or to write may leave room.
-            None if cleaning.is_none() || self.segments.lock().is_any_written_now() => Ok(busy),
+            None if cleaning.is_none() || self.segments.lock().is_any_written_now() => {
+                self.gather_anew();
+                Ok(busy)
+            }
             None => {
                 self.set_health(Health::Full);
+                self.gather_anew();
                 Ok(Flown::default())
             }
         };
@@ -282,6 +286,7 @@ impl Backing {
             self.segments.lock().failed(begun);
             self.counts.failed_writes.fetch_add(1, Relaxed);
             self.set_health(if error == MediumError::NoSpace { Health::Full } else { Health::Failing(error) });
+            self.gather_anew();
             return Err(error);
         }
         self.segments.lock().arrived(begun, flight.end as u32);

@@ -175,7 +175,11 @@ impl Backing {
     /// Fills the flight with copies of what should leave, as far as there is anything.
     pub(super) fn gather(&self, store: &Store, worker: &mut Worker, flight: &mut Flight, wanted: &Wanted<'_>) {
         let wants = |pool: &PoolCore| pool.is_on(self) && (wanted.wants)(pool);
-        let counts = |pool: &PoolCore| if wanted.oldest_of_all { pool.can_leave() } else { wants(pool) };
+        // Those that go here count whatever the health is: what is taken now leaves if this flight arrives.
+        let counts = |pool: &PoolCore| match wanted.oldest_of_all {
+            true => pool.is_on(self) || pool.can_leave(),
+            false => wants(pool),
+        };
         let mut plan = self.plan.lock();
         let registry = store.registry.lock();
         if wanted.leaving == Leaving::Incompressible {
@@ -203,7 +207,7 @@ impl Backing {
         }
     }
 
-    /// What was gathered stays where it was: the next flight begins a new pass, with what is to leave first.
+    /// What was gathered was not written and stays where it was: the next flight begins a new pass, with what is to leave first.
     pub(super) fn gather_anew(&self) {
         *self.plan.lock() = Plan::new();
     }
