@@ -7,10 +7,11 @@
 //! A segment with something in it that cannot be read, or that is not where its list says (its page was moved to
 //! another index), is left alone until that has died by itself.
 
-use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::flight::{Flight, From, Head, list_once};
 use super::record::{LISTED_BYTES, Listed, Place, Sealed, TAG_BYTES, TRAILER_BYTES, record_bytes};
+use super::segments::Begun;
 use super::{Backing, Once, associated};
 use crate::slot::Slot;
 use crate::store::Store;
@@ -28,6 +29,8 @@ enum Cleaned {
     Partly,
     /// It cannot be cleaned.
     Stuck,
+    /// All that was alive in it has died meanwhile. It is free, or something else by now.
+    Gone,
 }
 
 impl Backing {
@@ -42,26 +45,22 @@ impl Backing {
                 let free = segments.free() + emptied;
                 if free > few { None } else { segments.choose(flight.room() as u64) }
             };
-            let Some(segment) = chosen else { return emptied };
-            match self.clean_one(store, leaf, flight, segment) {
+            let Some(chosen) = chosen else { return emptied };
+            match self.clean_one(store, leaf, flight, chosen) {
                 Cleaned::Emptied => emptied += 1,
                 Cleaned::Partly => return emptied,
-                Cleaned::Stuck => self.segments.lock().stick(segment),
+                Cleaned::Stuck | Cleaned::Gone => {}
             }
         }
     }
 
-    fn clean_one(&self, store: &Store, leaf: &mut LeafCache, flight: &mut Flight, segment: u32) -> Cleaned {
-        let whole = self.segment_bytes;
-        // It may have become free by itself.
-        let Some(number) = self.segments.lock().flight_of(segment) else { return Cleaned::Emptied };
+    fn clean_one(&self, store: &Store, leaf: &mut LeafCache, flight: &mut Flight, chosen: Begun) -> Cleaned {
+        let (whole, Begun { segment, flight: number }) = (self.segment_bytes, chosen);
         if self.medium.read_at(u64::from(segment) * whole as u64, &mut flight.image).is_err() {
-            self.counts.failed_reads.fetch_add(1, Relaxed);
-            return Cleaned::Stuck;
+            return self.stick(chosen, &self.counts.failed_reads);
         }
         let Some(list) = self.open_list(&mut flight.image, number) else {
-            self.counts.damaged_reads.fetch_add(1, Relaxed);
-            return Cleaned::Stuck;
+            return self.stick(chosen, &self.counts.damaged_reads);
         };
         let mut moved_bytes = 0;
         let registry = store.registry.lock();
@@ -88,7 +87,27 @@ impl Backing {
             }
             moved_bytes += record_bytes(sealed.length.into()) as u64;
         }
-        if moved_bytes >= self.segments.lock().live_bytes_of(segment) { Cleaned::Emptied } else { Cleaned::Stuck }
+        let mut segments = self.segments.lock();
+        match segments.live_bytes_of(chosen) {
+            None => Cleaned::Gone,
+            Some(live_bytes) if moved_bytes >= live_bytes => Cleaned::Emptied,
+            Some(_) => {
+                segments.stick(chosen);
+                Cleaned::Stuck
+            }
+        }
+    }
+
+    /// A segment cannot be read. That says something of it only if it is still what it was when it was chosen: no lock is held while the
+    /// medium works, so it may have died, and been written again by another flight.
+    fn stick(&self, chosen: Begun, count: &AtomicU64) -> Cleaned {
+        let mut segments = self.segments.lock();
+        if segments.live_bytes_of(chosen).is_none() {
+            return Cleaned::Gone;
+        }
+        segments.stick(chosen);
+        count.fetch_add(1, Relaxed);
+        Cleaned::Stuck
     }
 
     /// Opens the list of a segment that was read, and returns where it lies.

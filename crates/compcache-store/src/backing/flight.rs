@@ -315,6 +315,7 @@ impl Backing {
                 (None, _) => self.free(sealed),
             }
         }
+        self.segments.lock().settled(begun);
         self.counts.records_moved.fetch_add(flown.moved as u64, Relaxed);
         flown
     }

@@ -37,6 +37,8 @@ enum State {
     },
     Writing,
     Written {
+        /// The slots have been told where their objects are.
+        settled: bool,
         /// Something in it is damaged and cannot be moved.
         stuck: bool,
         /// It is being cleaned.
@@ -198,8 +200,15 @@ impl Segments {
     pub fn arrived(&mut self, begun: Begun, live_bytes: u32) {
         let segment = &mut self.table[begun.segment as usize];
         segment.live_bytes = live_bytes;
-        segment.state = State::Written { stuck: false, chosen: false };
+        segment.state = State::Written { settled: false, stuck: false, chosen: false };
         self.live_bytes += u64::from(live_bytes);
+    }
+
+    /// The slots have been told what has arrived: from now on it can be cleaned, if anything is alive in it still.
+    pub fn settled(&mut self, begun: Begun) {
+        if let Some(State::Written { settled, .. }) = self.state_of(begun) {
+            *settled = true;
+        }
     }
 
     /// The flight has failed; who knows what is there now.
@@ -242,36 +251,45 @@ impl Segments {
         matches!(segment.state, State::Written { .. }).then_some(segment.flight)
     }
 
-    /// The bytes alive in a segment.
-    pub fn live_bytes_of(&self, segment: u32) -> u64 {
-        self.table.get(segment as usize).map_or(0, |segment| segment.live_bytes.into())
+    /// The state of a segment, as long as it is what that flight wrote.
+    fn state_of(&mut self, begun: Begun) -> Option<&mut State> {
+        let segment = self.table.get_mut(begun.segment as usize)?;
+        (segment.flight == begun.flight).then_some(&mut segment.state)
+    }
+
+    /// The bytes alive in a segment; `None` if it is not what that flight wrote any more: it has become free, and may be written
+    /// again.
+    pub fn live_bytes_of(&self, begun: Begun) -> Option<u64> {
+        self.flight_of(begun.segment).filter(|flight| *flight == begun.flight)?;
+        Some(self.table[begun.segment as usize].live_bytes.into())
     }
 
     /// The segment that is best cleaned now, and whose live records should fit into `room` bytes. It is not chosen again before
     /// [`Segments::cleaned`].
-    pub fn choose(&mut self, room: u64) -> Option<u32> {
+    pub fn choose(&mut self, room: u64) -> Option<Begun> {
         let whole = self.segment_bytes;
         let fits = |live: u64| live + live / 8 <= room && live * 16 <= whole * CLEANED_16THS;
         let worth = |segment: &Segment| {
             let live = u64::from(segment.live_bytes);
             // What copies of the process may read stays in use, however little of it is wanted here: nothing is won by emptying it.
             let is_held = segment.flight <= self.held_until;
-            let can = segment.state == State::Written { stuck: false, chosen: false } && fits(live) && !is_held;
+            // What its slots do not know yet would look as if it could not be moved.
+            let is_idle = segment.state == State::Written { settled: true, stuck: false, chosen: false };
+            let can = is_idle && fits(live) && !is_held;
             can.then(|| (whole - live) * (self.flights - segment.flight + 1) / (whole + live))
         };
         let own = self.own.clone().zip(&self.table[self.own.clone()]);
         let worths = own.filter_map(|(at, segment)| Some((worth(segment)?, at)));
         let (_, best) = worths.max()?;
-        self.table[best].state = State::Written { stuck: false, chosen: true };
+        self.table[best].state = State::Written { settled: true, stuck: false, chosen: true };
         self.any_chosen = true;
-        Some(best as u32)
+        Some(Begun { segment: best as u32, flight: self.table[best].flight })
     }
 
-    /// Something in a segment cannot be moved: it is not chosen any more.
-    pub fn stick(&mut self, segment: u32) {
-        let segment = &mut self.table[segment as usize];
-        if matches!(segment.state, State::Written { .. }) {
-            segment.state = State::Written { stuck: true, chosen: false };
+    /// Something in a segment cannot be moved: it is not chosen any more, as long as it is what that flight wrote.
+    pub fn stick(&mut self, begun: Begun) {
+        if let Some(State::Written { stuck, .. }) = self.state_of(begun) {
+            *stuck = true;
         }
     }
 
@@ -335,7 +353,12 @@ mod tests {
     fn written(segments: &mut Segments, live: u32) -> Begun {
         let begun = segments.begin(0).unwrap();
         segments.arrived(begun, live);
+        segments.settled(begun);
         begun
+    }
+
+    fn chosen(segments: &mut Segments, room: u64) -> Option<u32> {
+        segments.choose(room).map(|begun| begun.segment)
     }
 
     #[test]
@@ -375,14 +398,36 @@ mod tests {
         (0..80).for_each(|_| _ = written(&mut segments, WHOLE as u32));
         let young_and_a_fifth = written(&mut segments, (WHOLE / 5) as u32);
         (0..19).for_each(|_| _ = written(&mut segments, WHOLE as u32));
-        assert_eq!(segments.choose(WHOLE / 4), Some(young_and_a_fifth.segment), "the other does not fit");
-        assert_eq!(segments.choose(WHOLE), Some(old_and_half.segment));
-        assert_eq!(segments.choose(WHOLE), None, "full ones are left alone, and so are those that are being cleaned");
+        assert_eq!(chosen(&mut segments, WHOLE / 4), Some(young_and_a_fifth.segment), "the other does not fit");
+        assert_eq!(chosen(&mut segments, WHOLE), Some(old_and_half.segment));
+        assert_eq!(
+            chosen(&mut segments, WHOLE),
+            None,
+            "full ones are left alone, and so are those that are being cleaned"
+        );
         segments.cleaned();
-        assert_eq!(segments.choose(WHOLE), Some(old_and_half.segment));
-        segments.stick(old_and_half.segment);
+        assert_eq!(chosen(&mut segments, WHOLE), Some(old_and_half.segment));
+        segments.stick(Begun { flight: old_and_half.flight - 1, ..old_and_half });
         segments.cleaned();
-        assert_eq!(segments.choose(WHOLE), Some(young_and_a_fifth.segment), "what is stuck stays so");
+        assert_eq!(chosen(&mut segments, WHOLE), Some(old_and_half.segment), "it is another flight's now");
+        segments.stick(old_and_half);
+        segments.cleaned();
+        assert_eq!(chosen(&mut segments, WHOLE), Some(young_and_a_fifth.segment), "what is stuck stays so");
+    }
+
+    #[test]
+    fn what_is_not_settled_is_not_cleaned() {
+        let mut segments = segments(4);
+        let begun = segments.begin(0).unwrap();
+        segments.arrived(begun, 1000);
+        assert_eq!(chosen(&mut segments, WHOLE), None);
+        segments.settled(begun);
+        assert_eq!(chosen(&mut segments, WHOLE), Some(begun.segment));
+        assert_eq!(segments.live_bytes_of(begun), Some(1000));
+        segments.free_record(begun.segment, 1000);
+        assert_eq!(segments.live_bytes_of(begun), None);
+        let again = written(&mut segments, 500);
+        assert_eq!((again.segment, segments.live_bytes_of(begun)), (begun.segment, None), "it is another flight's now");
     }
 
     #[test]

@@ -33,3 +33,63 @@ fn what_is_old_leaves_first_also_after_many_failed_writes() {
     let old = (1000..2000).filter(|index| at.is_out(*index)).count();
     assert!(young == 0 && old > 300, "{young} young pages and {old} old ones have left");
 }
+
+type Hook = Box<dyn FnOnce() + Send>;
+
+/// A medium that has something happen when a whole segment is read for the first time, before it is.
+struct Hooked(Box<dyn Medium>, Arc<Mutex<Option<Hook>>>);
+
+impl Medium for Hooked {
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediumError> {
+        let hook = if into.len() == 64 << 10 { self.1.lock().unwrap().take() } else { None };
+        hook.into_iter().for_each(|hook| hook());
+        self.0.read_at(offset_bytes, into)
+    }
+
+    fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError> {
+        self.0.write_at(offset_bytes, from)
+    }
+
+    fn punch(&self, offset_bytes: u64, length_bytes: u64) {
+        self.0.punch(offset_bytes, length_bytes);
+    }
+}
+
+#[test]
+fn a_segment_that_dies_and_is_written_again_while_it_is_read_is_no_damage_and_can_be_cleaned() {
+    /// Pages that do not compress, of which a segment holds so many.
+    const FULL: u64 = 15;
+    let hook = Arc::new(Mutex::new(None::<Hook>));
+    let mut at = place(Box::new(Hooked(Memory::new(1, Faults::NONE).medium(), hook.clone())), config(8));
+    (0..6 * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    at.reclaim_all();
+    let stats = at.backing.stats();
+    assert_eq!((stats.segments_written, stats.free_bytes), (6, 2 * 64 * KIB));
+    let segment_of = |at: &mut Place, index: u64| {
+        let read = at.pool.read(&mut at.worker, PageIndex(index), &mut [0; 4096]);
+        let Ok(Read::OnBacking(extent)) = read else { panic!("page {index}: {read:?}") };
+        extent.offset_bytes / (64 * KIB)
+    };
+    assert!(at.pool.discard_range(PageIndex(0), FULL - 3) > 0 && segment_of(&mut at, FULL - 1) == 0);
+    (100..100 + 2 * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    // What lives in the first segment is to be moved; but it dies, and others are written there.
+    let (store, backing, pool) = (at.store.clone(), at.backing.clone(), at.pool.clone());
+    *hook.lock().unwrap() = Some(Box::new(move || {
+        assert_eq!(pool.discard_range(PageIndex(0), FULL), 3);
+        let mut worker = Worker::new(&store, || 0).unwrap();
+        assert_eq!(store.reclaim(&mut worker, &backing).unwrap().pages, FULL as usize);
+    }));
+    assert_eq!(at.reclaim().unwrap(), FULL as usize);
+    assert!(hook.lock().unwrap().is_none(), "nothing was cleaned");
+    assert_eq!(segment_of(&mut at, 100), 0, "the segment was not written again");
+    let stats = at.backing.stats();
+    assert_eq!((stats.damaged_reads, stats.failed_reads, stats.records_moved), (0, 0, 0), "{stats:?}");
+    // Now that one is mostly dead, too.
+    assert_eq!(at.pool.discard_range(PageIndex(100), FULL - 1), FULL - 1);
+    (200..200 + FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    assert!(at.reclaim().unwrap() > 0, "{:?}", at.backing.stats());
+    let survivor = 100 + FULL - 1;
+    assert_ne!(segment_of(&mut at, survivor), 0, "{:?}", at.backing.stats());
+    assert!(at.fetch(survivor).unwrap() == noise(survivor, 1));
+    assert_eq!(at.backing.stats().live_bytes, at.pool.stats().bd_bytes);
+}
