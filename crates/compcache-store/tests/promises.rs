@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use compcache_store::{
-    Codec, Page, PageIndex, Pool, PoolConfig, Read, Rewritten, Store, StoreConfig, StoreError, Worker, Written,
+    Backing, BackingConfig, Codec, Fetcher, Leaving, Medium, MediumError, Page, PageIndex, Pool, PoolConfig, Read,
+    Rewritten, Store, StoreConfig, StoreError, Worker, Written,
 };
 
 const MIB: u64 = 1 << 20;
@@ -588,6 +589,43 @@ fn an_index_out_of_range_is_refused_and_counted() {
     assert_eq!(pool.move_slot(last, beyond), Err(refused));
     assert_eq!(pool.discard_range(last, u64::MAX), 1);
     assert_eq!(pool.stats().invalid_io, 2);
+    // SAFETY: as in the child of a fork, nobody else uses the store.
+    unsafe { pool.free_reader_after_fork(beyond) };
+    assert_eq!((pool.age_of(beyond), pool.record_of(&mut worker, beyond)), (None, None));
+    // What was read ahead is no page out of range.
+    let config = BackingConfig { capacity_bytes: MIB, segment_bytes: 64 << 10 };
+    let backing = Backing::new(Box::new(Zeroes), config).unwrap();
+    let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
+    pool.write(&mut worker, PageIndex(3), &page).unwrap();
+    assert_eq!(store.write_back(&mut worker, &pool, Leaving::Oldest).unwrap().pages, 1);
+    let mut fetcher = Fetcher::new().unwrap();
+    let record = pool.record_of(&mut worker, PageIndex(3)).unwrap();
+    backing.fetch(record, &mut fetcher).unwrap();
+    for far in [PageIndex::LIMIT, PageIndex::LIMIT + 3, u64::MAX] {
+        assert_eq!(pool.open_fetched(&mut worker, &mut fetcher, PageIndex(far), &mut page), None);
+        assert_eq!(pool.record_of(&mut worker, PageIndex(far)), None);
+        assert_eq!(pool.fetch(&mut worker, &mut fetcher, PageIndex(far), &mut page), Err(out_of_range(far)));
+    }
+}
+
+fn out_of_range(index: u64) -> StoreError {
+    StoreError::IndexOutOfRange { index: PageIndex(index) }
+}
+
+/// A medium that takes all and gives zeroes.
+struct Zeroes;
+
+impl Medium for Zeroes {
+    fn read_at(&self, _: u64, into: &mut [u8]) -> Result<(), MediumError> {
+        into.fill(0);
+        Ok(())
+    }
+
+    fn write_at(&self, _: u64, _: &[u8]) -> Result<(), MediumError> {
+        Ok(())
+    }
+
+    fn punch(&self, _: u64, _: u64) {}
 }
 
 #[test]

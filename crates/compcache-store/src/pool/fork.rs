@@ -18,6 +18,9 @@ impl Pool {
     /// Only in the child of a fork, by its only thread, and if no thread of the parent was doing anything with the store
     /// at the moment of the copy but looking at this one page ([`Pool::look_at`]).
     pub unsafe fn free_reader_after_fork(&self, index: PageIndex) {
+        if !index.is_valid() {
+            return;
+        }
         let Some(meta) = self.core.tree.meta(&self.store.tables, index) else { return };
         meta.fetch_and(!(slot::LOCKED | slot::WAITERS), Relaxed);
         let guard = self.core.tree.lock(&self.store.tables, index, &mut LeafCache::default());
