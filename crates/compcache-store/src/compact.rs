@@ -96,6 +96,7 @@ impl Store {
     /// Call it until it says `finished` when memory is wanted: after large discards, or when writes are refused.
     /// Relieving memory needs none: objects move only into spans that have room.
     pub fn compact(&self, worker: &mut Worker, objects_max: usize) -> Compacted {
+        worker.must_be_of(self);
         match self.registry.try_lock() {
             Some(registry) => self.compact_in(registry, worker, objects_max),
             None => Compacted::default(),

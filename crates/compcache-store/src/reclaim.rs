@@ -78,6 +78,7 @@ impl Store {
     /// # Errors
     /// What the medium said. No page is lost, or anywhere else than it was.
     pub fn reclaim(&self, worker: &mut Worker, backing: &Backing) -> Result<Reclaimed, MediumError> {
+        worker.must_be_of(self);
         let until_percent = backing.until_percent();
         if !self.is_above(backing, until_percent) {
             return Ok(Reclaimed { finished: true, ..Reclaimed::default() });
@@ -97,6 +98,8 @@ impl Store {
     /// # Errors
     /// What the medium said. No page is lost, or anywhere else than it was.
     pub fn write_back(&self, worker: &mut Worker, pool: &Pool, leaving: Leaving) -> Result<Reclaimed, MediumError> {
+        worker.must_be_of(self);
+        assert!(core::ptr::eq(self, &**pool.store()), "a pool is in one store");
         let Some(backing) = pool.backing() else {
             return Ok(Reclaimed { finished: true, ..Reclaimed::default() });
         };
@@ -110,6 +113,7 @@ impl Store {
     /// # Errors
     /// What the last medium said that was asked, if nothing has left.
     pub fn reclaim_any(&self, worker: &mut Worker) -> Result<Reclaimed, MediumError> {
+        worker.must_be_of(self);
         let mut last = Ok(Reclaimed { finished: true, ..Reclaimed::default() });
         for nth in 0.. {
             let backing = match self.registry.lock().pools().get(nth) {

@@ -15,7 +15,7 @@ pub type Clock = fn() -> u64;
 /// Codec contexts, buffers and memory credit of one thread. All of its memory is taken when it is made (about 30 KiB from
 /// the allocator, 0.3 MiB of addresses more for zstd and for groups, touched when first used); using it allocates nothing.
 ///
-/// A worker belongs to one store and serves all its pools. It holds up to 16 KiB of credit against the store's limit.
+/// A worker belongs to one store and serves all its pools; used with another's, a call panics. It holds up to 16 KiB of credit against the store's limit.
 pub struct Worker {
     store: Arc<Store>,
     clock: Clock,
@@ -66,6 +66,13 @@ impl Worker {
     /// The store it belongs to.
     pub fn store(&self) -> &Arc<Store> {
         &self.store
+    }
+
+    /// Ends the call if the worker is another store's. Its leaf, its groups and its credit mean nothing there, and to follow them would
+    /// be to write to memory that is somebody else's: so this is asked in release, too, and costs a comparison.
+    #[inline]
+    pub(crate) fn must_be_of(&self, store: &Store) {
+        assert!(core::ptr::eq(store, &*self.store), "a worker serves one store");
     }
 
     pub(crate) fn now_ns(&self) -> u64 {

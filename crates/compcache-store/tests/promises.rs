@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use compcache_store::{
     Backing, BackingConfig, Codec, Fetcher, Leaving, Medium, MediumError, Page, PageIndex, Pool, PoolConfig, Read,
-    Rewritten, Store, StoreConfig, StoreError, Worker, Written,
+    Recompressor, Rewritten, Store, StoreConfig, StoreError, Worker, Written,
 };
 
 const MIB: u64 = 1 << 20;
@@ -610,6 +610,42 @@ fn an_index_out_of_range_is_refused_and_counted() {
 
 fn out_of_range(index: u64) -> StoreError {
     StoreError::IndexOutOfRange { index: PageIndex(index) }
+}
+
+#[test]
+fn a_worker_of_another_store_is_refused_by_every_call() {
+    let (ours, other) = (store(u64::MAX), store(u64::MAX));
+    let config = BackingConfig { capacity_bytes: MIB, segment_bytes: 64 << 10 };
+    let backing = Backing::new(Box::new(Zeroes), config).unwrap();
+    let pool = ours.create_pool_on(PoolConfig::default(), &backing).unwrap();
+    let worker = || Worker::new(&ours, || 0).unwrap();
+    let (at, mut page) = (PageIndex(3), page_of(7, 50));
+    pool.write(&mut worker(), at, &page).unwrap();
+    type Call<'a> = (&'a str, &'a dyn Fn(&mut Worker));
+    let calls: [Call<'_>; 14] = [
+        ("write", &|worker| _ = pool.write(worker, at, &page_of(7, 50))),
+        ("write_run", &|worker| _ = pool.write_run(worker, at, &[page_of(7, 50)])),
+        ("rewrite", &|worker| _ = pool.rewrite(worker, at, &page_of(7, 50))),
+        ("read", &|worker| _ = pool.read(worker, at, &mut [0; 4096])),
+        ("read_run", &|worker| _ = pool.read_run(worker, at, &mut [[0; 4096]], &mut [Read::Absent])),
+        ("look_at", &|worker| _ = pool.look_at(worker, at, &mut [0; 4096])),
+        ("take", &|worker| _ = pool.take(worker, at, &mut [0; 4096])),
+        ("fetch", &|worker| _ = pool.fetch(worker, &mut Fetcher::new().unwrap(), at, &mut [0; 4096])),
+        ("record_of", &|worker| _ = pool.record_of(worker, at)),
+        ("open_fetched", &|worker| _ = pool.open_fetched(worker, &mut Fetcher::new().unwrap(), at, &mut [0; 4096])),
+        ("recompress", &|worker| {
+            _ = pool.recompress(worker, &mut Recompressor::new(&ours, 1).unwrap(), 0..=255, PageIndex(0));
+        }),
+        ("compact", &|worker| _ = ours.compact(worker, 1)),
+        ("reclaim", &|worker| _ = ours.reclaim(worker, &backing)),
+        ("write_back", &|worker| _ = ours.write_back(worker, &pool, Leaving::Oldest)),
+    ];
+    for (name, call) in calls {
+        let mut stranger = Worker::new(&other, || 0).unwrap();
+        let called = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| call(&mut stranger)));
+        assert!(called.is_err(), "{name}");
+    }
+    assert!(pool.read(&mut worker(), at, &mut page) == Ok(Read::Done) && page == page_of(7, 50), "nothing was done");
 }
 
 /// A medium that takes all and gives zeroes.

@@ -46,6 +46,7 @@ impl Pool {
     /// Where the page is, if it is on the backing: for a thread that reads it without the pool, while this one goes on.
     /// An index out of range has none.
     pub fn record_of(&self, worker: &mut Worker, index: PageIndex) -> Option<Record> {
+        worker.must_be_of(&self.store);
         if !index.is_valid() {
             return None;
         }
@@ -68,6 +69,7 @@ impl Pool {
         index: PageIndex,
         page: &mut Page,
     ) -> Option<Result<(), StoreError>> {
+        worker.must_be_of(&self.store);
         let sealed = fetcher.holds.filter(|_| index.is_valid())?;
         let mut guard = self.core.tree.lock(&self.store.tables, index, &mut worker.leaf)?;
         // A record is never changed, and no other has the same place and flight: if the slot says the same as before the

@@ -87,7 +87,7 @@ impl Pool {
         start_ns: u64,
         then: Then,
     ) -> (Result<Read, StoreError>, u64) {
-        debug_assert!(core::ptr::eq(&*self.store, &**worker.store()), "a worker serves one store");
+        worker.must_be_of(&self.store);
         let read = self.read_page(worker, index, page, then);
         let end_ns = worker.now_ns();
         let shard = self.core.counters.shard(worker.number);

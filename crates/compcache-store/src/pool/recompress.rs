@@ -72,7 +72,8 @@ impl Pool {
         cold: RangeInclusive<u8>,
         from: PageIndex,
     ) -> Result<Recompressed, StoreError> {
-        debug_assert!(core::ptr::eq(&*self.store, &**recompressor.store()), "a recompressor serves one store");
+        worker.must_be_of(&self.store);
+        assert!(core::ptr::eq(&*self.store, &**recompressor.store()), "a recompressor serves one store");
         // Taken while there is some, for when there is none.
         let _ = recompressor.admit();
         let mut done = Recompressed { next: self.gather(worker, recompressor, &cold, from), ..Recompressed::default() };

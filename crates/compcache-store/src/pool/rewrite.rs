@@ -29,7 +29,7 @@ impl Pool {
     /// # Errors
     /// As [`Pool::write`].
     pub fn rewrite(&self, worker: &mut Worker, index: PageIndex, page: &Page) -> Result<Rewritten, StoreError> {
-        debug_assert!(core::ptr::eq(&*self.store, &**worker.store()), "a worker serves one store");
+        worker.must_be_of(&self.store);
         let start_ns = worker.now_ns();
         match self.patch(worker, index, page) {
             Some(Rewritten::Patched { bytes }) => {

@@ -109,7 +109,7 @@ impl Pool {
         page: &Page,
         start_ns: u64,
     ) -> (Result<Written, StoreError>, u64) {
-        debug_assert!(core::ptr::eq(&*self.store, &**worker.store()), "a worker serves one store");
+        worker.must_be_of(&self.store);
         let written = self.write_page(worker, index, page);
         let end_ns = worker.now_ns();
         let shard = self.core.counters.shard(worker.number);
