@@ -554,9 +554,11 @@ impl Pager {
     pub fn claim_slot(&self) {
         let thread = rustix::thread::gettid().as_raw_nonzero().get() as u32;
         let process = rustix::process::getpid().as_raw_nonzero().get() as u32;
-        if let Some(slot) = self.region.claim(thread, process) {
-            // SAFETY: the list and the slot live as long as the process; this thread watches no other word.
-            unsafe { (*self.robust).watch(&raw const slot.owner) };
+        // SAFETY: never freed, and only the evictor claims.
+        let list = unsafe { &*self.robust };
+        // SAFETY: as above.
+        unsafe { list.register() };
+        if let Some(slot) = self.region.claim(thread, process, list) {
             self.slot.store(core::ptr::from_ref(slot) as usize, Release);
         }
     }

@@ -7,19 +7,22 @@
 //! A process may die at any instant, by SIGKILL too, and must give its share back. So the slot's `owner` word is a
 //! *robust futex*: it holds the owning thread's id, and the kernel itself replaces that by `FUTEX_OWNER_DIED` when the
 //! thread ends, for whatever reason (exit, signal, exec). Whoever sees the mark folds the slot's counters into
-//! [`Header::retired`] and frees the slot.
+//! [`Header::retired`] and frees the slot; the kernel watches over it, too, and marks the slot again if it dies meanwhile.
 //!
-//! | `owner`              | meaning                                              |
-//! |----------------------|------------------------------------------------------|
-//! | 0                    | free                                                 |
-//! | thread id            | in use                                               |
-//! | `FUTEX_OWNER_DIED`   | its owner died; the share counts no more             |
-//! | `RECLAIMING`         | somebody is folding its counters away                |
+//! | `owner`                    | meaning                                               |
+//! |----------------------------|-------------------------------------------------------|
+//! | 0                          | free                                                  |
+//! | thread id                  | in use                                                |
+//! | `FUTEX_OWNER_DIED`         | its owner died; the share counts no more              |
+//! | thread id and `RECLAIMING` | that thread is folding its counters away              |
+//!
+//! A word is on its thread's robust list before it gets the thread's id, and as long as it has it: no death goes unseen.
 //!
 //! All fields are atomics with no order between them: gauges of different processes are read at slightly different
 //! times, which the limit's gap absorbs. Nothing here is trusted for correctness, only for policy: a hostile process of
 //! the tree can spoil the budget, never the contents.
 
+use crate::sys::RobustList;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 
 /// Marks a region as ours: `"CMPCRUN1"`.
@@ -30,7 +33,8 @@ pub const VERSION: u32 = 6;
 pub const SLOTS: usize = 1024;
 /// Set by the kernel in a robust futex whose owner died.
 pub const OWNER_DIED: u32 = 0x4000_0000;
-const RECLAIMING: u32 = 0x3fff_ffff;
+/// The kernel's FUTEX_WAITERS, which it leaves aside when it compares the word with the id of a thread that ends.
+const RECLAIMING: u32 = 0x8000_0000;
 
 /// The environment variable that names the region's file.
 pub const ENV_REGION: &str = "COMPCACHE_REGION";
@@ -278,38 +282,55 @@ pub struct Totals {
 }
 
 impl Region {
-    /// Claims a free slot for the calling thread, `tid`; `None` when all are taken.
+    /// Claims a free slot for the calling thread, `tid`, whose robust list is `list`; `None` when all are taken.
     ///
-    /// The caller must have put the slot's owner word on its robust list first or must do so at once: only that makes
-    /// its death visible.
-    pub fn claim(&self, tid: u32, pid: u32) -> Option<&ProcessSlot> {
-        self.retire_dead();
+    /// The slot's owner word stays on the list: only that makes its owner's death visible.
+    pub fn claim(&self, tid: u32, pid: u32, list: &RobustList) -> Option<&ProcessSlot> {
+        self.retire_dead_by(tid, list);
         for (number, slot) in self.slots.iter().enumerate() {
-            if slot.owner.load(Relaxed) == 0 && slot.owner.compare_exchange(0, tid, AcqRel, Relaxed).is_ok() {
-                slot.pid.store(pid, Relaxed);
+            if slot.owner.load(Relaxed) != 0 {
+                continue;
+            }
+            // Before it is claimed: whoever dies as its owner must be found by others.
+            if self.header.slots_used.load(Relaxed) <= number as u32 {
                 self.header.slots_used.fetch_max(number as u32 + 1, Relaxed);
+            }
+            list.watch(Some(&slot.owner));
+            if slot.owner.compare_exchange(0, tid, AcqRel, Relaxed).is_ok() {
+                slot.pid.store(pid, Relaxed);
                 self.header.processes_total.fetch_add(1, Relaxed);
                 return Some(slot);
             }
+            list.watch(None);
         }
         None
     }
 
-    /// Folds away the slots whose owners died. Returns how many.
+    /// Folds away the slots whose owners died. Returns how many. For any thread: its robust list is its own again afterwards.
     pub fn retire_dead(&self) -> usize {
+        if self.used().iter().all(|slot| slot.owner.load(Relaxed) & OWNER_DIED == 0) {
+            return 0;
+        }
+        let tid = rustix::thread::gettid().as_raw_nonzero().get() as u32;
+        RobustList::with_own(|list| self.retire_dead_by(tid, list))
+    }
+
+    fn retire_dead_by(&self, tid: u32, list: &RobustList) -> usize {
         let mut retired = 0;
         for slot in self.used() {
-            if slot.owner.load(Relaxed) & OWNER_DIED == 0 {
+            let seen = slot.owner.load(Acquire);
+            if seen & OWNER_DIED == 0 {
                 continue;
             }
-            let seen = slot.owner.load(Acquire);
-            if seen & OWNER_DIED != 0 && slot.owner.compare_exchange(seen, RECLAIMING, AcqRel, Relaxed).is_ok() {
+            list.watch(Some(&slot.owner));
+            if slot.owner.compare_exchange(seen, tid | RECLAIMING, AcqRel, Relaxed).is_ok() {
                 slot.gauges.clear();
                 slot.counters.fold_into(&self.header.retired);
                 slot.pid.store(0, Relaxed);
                 slot.owner.store(0, Release);
                 retired += 1;
             }
+            list.watch(None);
         }
         retired
     }
@@ -349,7 +370,7 @@ impl Region {
     pub fn living(&self) -> impl Iterator<Item = &ProcessSlot> {
         self.used().iter().filter(|slot| {
             let owner = slot.owner.load(Relaxed);
-            owner != 0 && owner & OWNER_DIED == 0 && owner != RECLAIMING
+            owner != 0 && owner & (OWNER_DIED | RECLAIMING) == 0
         })
     }
 
@@ -398,7 +419,7 @@ impl Counters {
         self.fault_ns[latency_bucket(ns)].fetch_add(1, Relaxed);
     }
 
-    /// Adds these counters to `other` and clears them.
+    /// Adds these counters to `other` and clears them. What was begun by one that died is gone on with.
     fn fold_into(&self, other: &Counters) {
         let add = |from: &AtomicU64, to: &AtomicU64| {
             let value = from.swap(0, Relaxed);
@@ -443,8 +464,95 @@ pub fn bucket_floor_ns(bucket: usize) -> u64 {
 }
 
 #[cfg(test)]
+#[allow(unsafe_code, reason = "copies the process, and has memory for it")]
 mod tests {
     use super::*;
+    use crate::memory::PAGE;
+
+    /// A region of this process's and its copies', on pages of its own.
+    fn region() -> &'static Region {
+        let (rights, shared) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_ANONYMOUS);
+        // SAFETY: new memory.
+        let start = unsafe { libc::mmap(core::ptr::null_mut(), REGION_BYTES, rights, shared, -1, 0) };
+        assert_ne!(start, libc::MAP_FAILED);
+        // SAFETY: zeroes are a region, and stay mapped.
+        unsafe { &*start.cast::<Region>() }
+    }
+
+    /// Runs `work` in a copy of the process that may not write to the region's head, and dies when it does.
+    fn in_a_copy_that_dies_at_the_head(region: &Region, work: impl FnOnce(u32)) {
+        const { assert!(core::mem::offset_of!(Region, slots) < PAGE) };
+        // SAFETY: the copy calls only what is safe in one.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0);
+        if child == 0 {
+            // SAFETY: the head's page, which is mapped; and no file is to be left by its death.
+            unsafe {
+                libc::prctl(libc::PR_SET_DUMPABLE, 0);
+                libc::signal(libc::SIGSEGV, libc::SIG_DFL);
+                libc::mprotect(core::ptr::from_ref(region).cast_mut().cast(), PAGE, libc::PROT_READ);
+            }
+            work(rustix::thread::gettid().as_raw_nonzero().get() as u32);
+            // SAFETY: nothing more is done in the copy.
+            unsafe { libc::_exit(0) };
+        }
+        let mut status = 0;
+        // SAFETY: writes to `status`.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGSEGV, "it ended by {status:#x}");
+    }
+
+    /// Takes the slots that share a page with the head, and some more. Returns how many.
+    fn take_the_first_slots(region: &Region) -> usize {
+        let taken = PAGE.div_ceil(size_of::<ProcessSlot>());
+        region.slots[..taken].iter().for_each(|slot| slot.owner.store(1, Relaxed));
+        region.header.slots_used.store(taken as u32 + 1, Relaxed);
+        taken
+    }
+
+    #[test]
+    fn a_slot_is_given_back_whose_owner_dies_while_it_claims_it() {
+        let region = region();
+        let taken = take_the_first_slots(region);
+        in_a_copy_that_dies_at_the_head(region, |tid| {
+            let list = RobustList::empty();
+            // SAFETY: the thread ends in here.
+            unsafe { list.register() };
+            region.claim(tid, tid, &list);
+        });
+        let slot = &region.slots[taken];
+        assert_ne!(slot.pid.load(Relaxed), 0, "it was not claimed");
+        assert_eq!(slot.owner.load(Relaxed), OWNER_DIED);
+        assert_eq!((region.living().count(), region.retire_dead()), (taken, 1));
+        assert_eq!(slot.owner.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn a_slot_is_given_back_whose_reclaimer_dies_over_it() {
+        let region = region();
+        let taken = take_the_first_slots(region);
+        let slot = &region.slots[taken];
+        slot.owner.store(OWNER_DIED, Relaxed);
+        slot.gauges.pages_stored.store(5, Relaxed);
+        slot.counters.spill_read_pages.store(7, Relaxed);
+        in_a_copy_that_dies_at_the_head(region, |_| assert_eq!(region.retire_dead(), 0));
+        assert_eq!(slot.gauges.pages_stored.load(Relaxed), 0, "it was not being reclaimed");
+        assert_ne!(slot.owner.load(Relaxed) & OWNER_DIED, 0, "{:#x}", slot.owner.load(Relaxed));
+        // What the dead one held in its hands is lost; what it had not come to is not.
+        slot.counters.spill_read_pages.store(7, Relaxed);
+        assert_eq!((region.living().count(), region.retire_dead()), (taken, 1));
+        assert_eq!((slot.owner.load(Relaxed), region.header.retired.spill_read_pages.load(Relaxed)), (0, 7));
+    }
+
+    #[test]
+    fn a_thread_that_reclaims_has_its_robust_list_again() {
+        let region = region();
+        let before = crate::sys::robust_list_of(0);
+        region.header.slots_used.store(1, Relaxed);
+        region.slots[0].owner.store(OWNER_DIED, Relaxed);
+        assert_eq!(region.retire_dead(), 1);
+        assert!(before.is_some() && crate::sys::robust_list_of(0) == before);
+    }
 
     #[test]
     fn every_latency_falls_between_its_buckets_floor_and_the_next() {

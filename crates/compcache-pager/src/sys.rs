@@ -6,6 +6,8 @@
 
 use core::arch::{asm, naked_asm};
 use core::ffi::c_void;
+use core::ptr::null_mut;
+use core::sync::atomic::{AtomicPtr, AtomicU32, Ordering::*, compiler_fence};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the pager knows the system call and thread conventions of Linux on x86-64 only");
@@ -201,35 +203,63 @@ pub fn ask_for_short_slices(slice_ns: u64) {
     let _ = unsafe { call(SYS_SCHED_SETATTR, [0, &raw const attr as usize, 0, 0]) };
 }
 
-/// The list the kernel walks when a thread ends: each futex word on it that holds the thread's id is marked
-/// `FUTEX_OWNER_DIED`.
+/// The list the kernel walks when a thread ends or executes something else: each futex word on it that holds the thread's id
+/// is marked `FUTEX_OWNER_DIED`.
+///
+/// There is one word at most, as the *pending* entry, which the kernel treats like any other and which needs no list node
+/// beside it. It is put on before the thread's id is written to it, so that no death goes unseen; as long as it does not hold
+/// the id the kernel leaves it alone.
 #[repr(C)]
 pub struct RobustList {
-    head: *const RobustList,
+    head: AtomicPtr<RobustList>,
     futex_offset: isize,
-    pending: *const RobustList,
+    pending: AtomicPtr<AtomicU32>,
 }
+
+const _: () = assert!(size_of::<RobustList>() == 24);
 
 impl RobustList {
     /// A list with nothing on it.
     pub const fn empty() -> Self {
-        RobustList { head: core::ptr::null(), futex_offset: 0, pending: core::ptr::null() }
+        RobustList { head: AtomicPtr::new(null_mut()), futex_offset: 0, pending: AtomicPtr::new(null_mut()) }
     }
 
-    /// Registers this list for the calling thread, with `word` as its only futex.
-    ///
-    /// The word is put on as the *pending* entry, which the kernel treats like any other and which needs no list node
-    /// beside it.
+    /// Registers this list for the calling thread, with nothing on it.
     ///
     /// # Safety
-    /// The list and the word must stay where they are until the thread has ended.
-    pub unsafe fn watch(&mut self, word: *const core::sync::atomic::AtomicU32) {
-        self.head = core::ptr::from_mut(self);
-        self.futex_offset = 0;
-        self.pending = word.cast();
-        // SAFETY: the structure has the kernel's layout and outlives the thread, says the caller.
-        let _ = unsafe { call(SYS_SET_ROBUST_LIST, [&raw const *self as usize, size_of::<RobustList>(), 0, 0]) };
+    /// The list must stay where it is until the thread has ended or has registered another, and no other thread may have it.
+    pub unsafe fn register(&self) {
+        // What a parent watched is not this process's.
+        self.watch(None);
+        self.head.store(core::ptr::from_ref(self).cast_mut(), Relaxed);
+        set_robust_list(self);
     }
+
+    /// Runs `work`, which must not panic, with a list that stands in for the calling thread's meanwhile.
+    pub fn with_own<T>(work: impl FnOnce(&RobustList) -> T) -> T {
+        const CALLING: u32 = 0;
+        let before = robust_list_of(CALLING).map_or(core::ptr::null(), |head| head as *const RobustList);
+        let own = RobustList::empty();
+        // SAFETY: the one there was is registered again before this one goes.
+        unsafe { own.register() };
+        let result = work(&own);
+        set_robust_list(before);
+        result
+    }
+
+    /// Makes `word` the list's only futex, or takes it off. It must stay mapped while it is on the list.
+    pub fn watch(&self, word: Option<&AtomicU32>) {
+        // The kernel may look between any two instructions of this thread.
+        compiler_fence(SeqCst);
+        self.pending.store(word.map_or(null_mut(), |word| core::ptr::from_ref(word).cast_mut()), Relaxed);
+        compiler_fence(SeqCst);
+    }
+}
+
+fn set_robust_list(list: *const RobustList) {
+    // SAFETY: the kernel keeps the address and reads the list when the thread ends; RobustList's functions see to it that it is
+    // there.
+    let _ = unsafe { call(SYS_SET_ROBUST_LIST, [list as usize, size_of::<RobustList>(), 0, 0]) };
 }
 
 /// Where the list of robust futexes of a thread of this process begins; `None` when it has none, or is not there.
