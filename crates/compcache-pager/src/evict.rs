@@ -23,6 +23,7 @@ use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, STAGING_BYTES, State, Way, clock_ns};
 use crate::process;
 use crate::registrar::{Registered, Registrar};
+use crate::restore::restore_all;
 use crate::retire;
 use crate::shared::{Counters, Region, Totals};
 use crate::staging::{GROUP, GROUPS_MAX, GROUPS_MIN, SHARE, Staging};
@@ -158,7 +159,10 @@ impl Evictor {
         sys::drop_capabilities();
         if core::mem::take(&mut self.recover) {
             let recovered = opened.is_some_and(|channel| self.recover(pager, &channel));
-            fork::recovered(pager, &mut self.worker, recovered);
+            if !recovered {
+                restore_all(pager, &mut self.worker, self.registrar.buffer());
+            }
+            fork::recovered(pager);
         }
         loop {
             let seen = pager.bell.load(Acquire);

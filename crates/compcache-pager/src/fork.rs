@@ -22,15 +22,13 @@ use crate::lock::{self, Guard, Mutex};
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State, Way};
 use crate::shared::Trouble;
-use crate::spill::read_stored;
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
 use crate::uffd::{Message, Uffd};
-use crate::{compress, copies, cpus, events, process, relay, sys};
+use crate::{compress, cpus, events, process, relay, restore, sys};
 use compcache_store::{Page, PageIndex, Worker};
 use core::ops::Range;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::*};
-use rustix::fs::{Mode, OFlags};
 
 const WAITING: u32 = 0;
 const RECOVERED: u32 = 1;
@@ -451,7 +449,7 @@ unsafe fn begin_again(pager: &'static Pager) {
             if let Some(spill) = &pager.spill {
                 spill.adopt();
             }
-            restore_all(pager, &mut evictor.worker);
+            restore::restore_all(pager, &mut evictor.worker, evictor.registrar.buffer());
         }
         return;
     }
@@ -508,39 +506,10 @@ impl Copying {
     }
 }
 
-/// Called by a child's evictor when it is paged again, or cannot be.
-pub fn recovered(pager: &Pager, worker: &mut Worker, paged: bool) {
-    if !paged {
-        restore_all(pager, worker);
-    }
+/// Called by a child's evictor when it is paged again, or has all its memory.
+pub fn recovered(pager: &Pager) {
     pager.fork_turn.recovered.store(RECOVERED, Release);
     lock::wake(&pager.fork_turn.recovered);
-}
-
-/// Writes every stored page back to its place: the process goes on unpaged. Nothing is registered.
-fn restore_all(pager: &Pager, worker: &mut Worker) {
-    let flags = OFlags::WRONLY | OFlags::CLOEXEC;
-    // Writes to read-only ranges too, but a process that has changed its user may not open it.
-    let memory = rustix::fs::open(c"/proc/thread-self/mem", flags, Mode::empty()).ok();
-    let mut contents: Page = [0; PAGE];
-    let mut state = pager.state.lock();
-    events::for_each_known(&mut state, ALL_PAGES, |state, page, word| {
-        if word.phase() == Phase::Stored {
-            if !read_stored(pager, worker, page, &mut contents) {
-                process::die(pager, Trouble::LostPage);
-            }
-            let address = page as usize * PAGE;
-            let written = crate::sys::write_own_memory(address, &contents)
-                || memory
-                    .as_ref()
-                    .is_some_and(|memory| rustix::io::pwrite(memory, &contents, address as u64) == Ok(PAGE));
-            if !written && state.regions.containing(address).is_some() {
-                process::die(pager, Trouble::LostPage);
-            }
-        }
-        copies::drop_object(pager, state, page, word);
-        state.table.update(page, Word::UNKNOWN);
-    });
 }
 
 pub(crate) const ALL_PAGES: Range<u64> = 0..crate::table::PAGES;

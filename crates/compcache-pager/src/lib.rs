@@ -77,6 +77,8 @@ mod registrar;
 pub mod relay;
 #[allow(unsafe_code, reason = "moves mappings")]
 mod remap;
+#[allow(unsafe_code, reason = "changes the rights of mappings")]
+mod restore;
 #[allow(unsafe_code, reason = "names the memory the kernel copies from")]
 pub mod retire;
 #[allow(unsafe_code, reason = "the kernel writes results into its buffers")]

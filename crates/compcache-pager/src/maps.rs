@@ -4,6 +4,7 @@ use crate::sys::{self, Errno};
 use core::ops::Range;
 use linux_raw_sys::general as uapi;
 use rustix::fd::{AsRawFd, BorrowedFd};
+use rustix::mm::MprotectFlags;
 
 pub(crate) const PROCMAP_QUERY: u32 = 0xc068_6611; // _IOWR('f', 17, struct procmap_query)
 
@@ -18,6 +19,7 @@ pub struct Mapping {
     pub anonymous: bool,
     /// Readable and writable.
     pub writable: bool,
+    pub rights: MprotectFlags,
     /// Backed by a file.
     pub file: bool,
     pub heap: bool,
@@ -143,6 +145,11 @@ fn parse(line: &[u8]) -> Option<Mapping> {
         end,
         anonymous: !file && plain && rights.get(3) == Some(&b'p'),
         writable: rights.starts_with(b"rw"),
+        rights: [MprotectFlags::READ, MprotectFlags::WRITE, MprotectFlags::EXEC]
+            .into_iter()
+            .zip(rights)
+            .filter_map(|(right, &letter)| (letter != b'-').then_some(right))
+            .collect(),
         file,
         heap: name == b"[heap]",
         device_queue: name.starts_with(b"anon_inode:[io_uring]") || name.starts_with(b"/[aio]"),
@@ -178,6 +185,10 @@ mod tests {
         let heap = parse(b"55d0c0000000-55d0c0021000 rw-p 00000000 00:00 0                          [heap]").unwrap();
         assert_eq!((heap.start, heap.end), (0x55d0_c000_0000, 0x55d0_c002_1000));
         assert!(heap.heap && heap.writable && !heap.file);
+        assert_eq!(heap.rights, MprotectFlags::READ | MprotectFlags::WRITE);
+        let guard = parse(b"7f0000000000-7f0000001000 ---p 00000000 00:00 0 ").unwrap();
+        let code = parse(b"7f0000000000-7f0000001000 r-xp 00001000 fe:00 77 /usr/lib/x.so").unwrap();
+        assert_eq!((guard.rights, code.rights), (MprotectFlags::empty(), MprotectFlags::READ | MprotectFlags::EXEC));
     }
 
     #[test]

@@ -35,6 +35,7 @@ const SYS_TGKILL: usize = 234;
 const SYS_DUP3: usize = 292;
 const SYS_IOCTL: usize = 16;
 const SYS_MREMAP: usize = 25;
+const SYS_MINCORE: usize = 27;
 const SYS_CAPSET: usize = 126;
 const SYS_FUTEX: usize = 202;
 const SYS_SET_ROBUST_LIST: usize = 273;
@@ -112,6 +113,14 @@ pub fn write_own_memory(address: usize, bytes: &[u8]) -> bool {
 pub fn read_own_memory(address: usize, bytes: &mut [u8]) -> bool {
     // SAFETY: the local side is the caller's to write to.
     unsafe { transfer(SYS_PROCESS_VM_READV, bytes.as_mut_ptr() as usize, address, bytes.len()) }
+}
+
+/// Whether a page of this process's is mapped. Yes where the kernel may not be asked.
+pub fn is_mapped(address: usize) -> bool {
+    let mut resident = 0u8;
+    // SAFETY: the kernel writes one byte for one page.
+    let asked = unsafe { call(SYS_MINCORE, [address, crate::memory::PAGE, &raw mut resident as usize, 0]) };
+    asked != Err(Errno::ENOMEM)
 }
 
 /// process_vm_readv or process_vm_writev with one vector on each side.

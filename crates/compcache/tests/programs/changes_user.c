@@ -3,7 +3,8 @@
  * by a signal; the pager must neither be lost by that nor lose the right to do its work. Modes:
  *
  *   threads  the process goes on, verifying and changing, with all its threads
- *   forks    it then forks: the child has no more right than its parent
+ *   forks    it then forks: the child has no more right than its parent; cold memory that must not be written, or not be
+ *            touched, or is not the child's, is as it was
  */
 #include "trap.h"
 #include <grp.h>
@@ -22,6 +23,46 @@ static void *work(void *argument)
 		atomic_fetch_add(&rounds_done, 1);
 	}
 	return NULL;
+}
+
+enum { PARTS = 4 };
+static struct area parts[PARTS];
+
+/* Cold memory, of which the first part may only be read, the next not be touched, and the third is not for children. */
+static void parts_make(void)
+{
+	size_t bytes = working_set() / 4 / PARTS;
+	char *at = map_private(bytes * PARTS);
+	for (size_t i = 0; i < PARTS; i++) {
+		parts[i] = area_over(at + i * bytes, bytes, 40 + i);
+		area_fill(&parts[i], 1);
+	}
+	push_out(at, bytes / PAGE * PARTS);
+	MUST(mprotect(parts[0].at, bytes, PROT_READ) == 0);
+	MUST(mprotect(parts[1].at, bytes, PROT_NONE) == 0);
+	MUST(madvise(parts[2].at, bytes, MADV_DONTFORK) == 0);
+}
+
+static void parts_check(bool in_child)
+{
+	size_t bytes = parts[0].pages * PAGE;
+	unsigned char resident;
+	int ends[2];
+	MUST(pipe(ends) == 0 && write(ends[1], "x", 1) == 1);
+	MUST(read(ends[0], parts[0].at, 1) < 0 && errno == EFAULT);
+	MUST(read(ends[0], parts[0].at + bytes - PAGE, 1) < 0 && errno == EFAULT);
+	MUST(write(ends[1], parts[1].at, 1) < 0 && errno == EFAULT);
+	MUST(write(ends[1], parts[1].at + bytes - PAGE, 1) < 0 && errno == EFAULT);
+	area_check(&parts[0], 1);
+	MUST(mprotect(parts[1].at, bytes, PROT_READ | PROT_WRITE) == 0);
+	area_check(&parts[1], 1);
+	if (in_child)
+		MUST(mincore(parts[2].at, PAGE, &resident) < 0 && errno == ENOMEM);
+	else
+		area_check(&parts[2], 1);
+	area_check(&parts[3], 1);
+	close(ends[0]);
+	close(ends[1]);
 }
 
 int main(int argc, char **argv)
@@ -51,8 +92,10 @@ int main(int argc, char **argv)
 		sleep_ms(5);
 	}
 	if (mode_is(argc, argv, "forks")) {
+		parts_make();
 		pid_t child = fork();
 		if (child == 0) {
+			parts_check(true);
 			area_check(&area, 4);
 			area_fill(&area, 5);
 			filler_walk();
@@ -61,6 +104,7 @@ int main(int argc, char **argv)
 			_exit(0);
 		}
 		must_succeed(child);
+		parts_check(false);
 	}
 	atomic_store(&stop, true);
 	for (size_t i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
