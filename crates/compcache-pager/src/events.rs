@@ -121,6 +121,16 @@ impl<const N: usize> EventLog<N> {
         Some(event)
     }
 
+    /// The event at a place, if there are so many.
+    pub fn nth(&self, place: usize) -> Option<Message> {
+        self.entries[..self.len].get(place).map(|entry| entry.event())
+    }
+
+    /// Forgets all.
+    pub fn clear(&mut self) {
+        self.len = 0;
+    }
+
     /// Takes one out; those after it move up.
     pub fn remove(&mut self, place: usize) -> Option<Message> {
         let event = self.entries[..self.len].get(place)?.event();

@@ -161,6 +161,10 @@ impl Evictor {
             let recovered = opened.is_some_and(|channel| self.recover(pager, &channel));
             if !recovered {
                 restore_all(pager, &mut self.worker, self.registrar.buffer());
+                // Nothing is registered that the parent had so: it is all to be found again before anything leaves.
+                let mut state = pager.state.lock();
+                state.regions.clear();
+                state.generation += 1;
             }
             fork::recovered(pager);
         }

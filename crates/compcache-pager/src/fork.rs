@@ -161,7 +161,6 @@ fn stop(pager: &Pager, is_for_copy: bool) -> bool {
     }
     pager.fork_turn.signals.store(signals, Release);
     pager.fork_turn.is_prepared.store(true, Release);
-    pager.fork_turn.is_for_copy.store(is_for_copy, Release);
     if !pager.armed.load(Acquire) {
         // No fault of ours can happen: nothing is registered, and nothing will be while the lock is held.
         pager.state.hold();
@@ -173,6 +172,8 @@ fn stop(pager: &Pager, is_for_copy: bool) -> bool {
     }
     let stage = &pager.fork_turn.stage;
     ask(pager, IDLE);
+    // Only now is what was kept for the copy before applied.
+    pager.fork_turn.is_for_copy.store(is_for_copy, Release);
     stage.store(FREEZE, Release);
     ask(pager, FROZEN);
     if let Some(spill) = &pager.spill
@@ -378,9 +379,12 @@ pub fn parent(pager: &Pager) {
 
 fn apply_log(pager: &Pager, state: &mut State) {
     let Some(channel) = *pager.channel.lock() else { return };
-    while let Some(event) = state.fork_log.remove(0) {
+    let mut place = 0;
+    while let Some(event) = state.fork_log.nth(place) {
         events::apply(pager, &channel, state, event);
+        place += 1;
     }
+    state.fork_log.clear();
 }
 
 /// After a fork, in the child: there is one thread, this one, and nothing answers faults until it is paged again.
@@ -521,5 +525,4 @@ pub fn on_event(pager: &Pager, state: &mut State, worker: &mut Worker, contents:
         return child.close();
     }
     crate::populate::populate(pager, state, worker, contents, child);
-    pager.region.header.unpaged_copies.fetch_add(1, Relaxed);
 }

@@ -66,7 +66,7 @@ pub(crate) const FRAMES_BYTES: usize = GROUPS_MAX * GROUP * PAGE;
 pub const STAGING_BYTES: usize = FRAMES_BYTES + 2 * PAGE;
 /// How long it is believed that nothing more can go.
 const FLOOR_NS: u64 = 1_000_000_000;
-const STACK_BYTES: usize = 256 << 10;
+pub(crate) const STACK_BYTES: usize = 256 << 10;
 const TLS_BYTES: usize = 4096;
 /// Bytes of frames to be given back to the system at once.
 pub const MORGUE_BYTES: usize = 1 << 20;

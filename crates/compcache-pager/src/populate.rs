@@ -9,24 +9,27 @@
 //! | moves                  | they are brought to the new place                                     |
 //! | makes a copy of itself | that is brought all that has not come yet, and then the first goes on  |
 //!
-//! What cannot be brought is an error for whoever touches it (SIGBUS), where the kernel has that (Linux 6.6), and never zeroes for want of a try.
+//! What cannot be read is an error for whoever touches it (SIGBUS), where the kernel has that (Linux 6.6). A copy that cannot be followed is left to wait for
+//! what it has not got, as long as this process lives; its descriptor goes with that.
 
 use crate::events::{self, EventLog};
 use crate::lock;
 use crate::memory::PAGE;
-use crate::pager::{Pager, State};
+use crate::pager::{Pager, STACK_BYTES, State};
 use crate::spill::read_stored;
 use crate::sys::Errno;
 use crate::table::{PAGES, Phase};
 use crate::uffd::{Message, Uffd, decode};
 use compcache_store::{Page, Worker};
+use core::sync::atomic::Ordering::Relaxed;
 use linux_raw_sys::general::uffd_msg;
 
-/// Changes that are kept in mind of a copy. One that makes more while pages are brought waits for ever, rather than see zeroes.
+/// Changes that are kept in mind of a copy.
 const CHANGES_MAX: usize = 256;
-/// Copies of copies that are brought pages at the same time. They take so many logs on the handler's stack.
-const DEEP_MAX: u32 = 6;
-/// How often it is tried, a millisecond apart, to bring a page for which there is no memory, and to hear what a copy does that does something.
+/// Copies of copies that are brought pages at the same time, each with a log on the handler's stack.
+const DEEP_MAX: u32 = 4;
+const _: () = assert!((DEEP_MAX as usize + 1) * 2 * size_of::<Copied>() < STACK_BYTES / 2);
+/// How often in a row it is tried in vain to bring a page: for which there is no memory, or while the copy does something.
 const PATIENCE: u32 = 10_000;
 
 /// What a copy has done to its memory.
@@ -68,7 +71,9 @@ impl Changes {
 struct Copied {
     uffd: Uffd,
     changes: Changes,
-    state: Told,
+    told: Told,
+    /// How often it was tried in vain since a page was brought.
+    tries: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -77,50 +82,62 @@ enum Told {
     All,
     /// It has ended, or runs another program.
     Gone,
-    /// It did more than can be kept in mind, or something that is never told.
+    /// It did more than can be kept in mind, or cannot be brought what it must have.
     TooMuch,
 }
 
-/// What reading of a copy's descriptor brought.
-enum News {
-    Nothing,
-    Changes,
-    /// A copy of the copy.
+/// How an attempt to bring a page ended.
+enum Brought {
+    /// It is there, or need not be.
+    Done,
+    Again,
+    /// The copy has made a copy of itself.
     Copy(Uffd),
 }
 
 impl Copied {
     fn new(uffd: Uffd, changes: Changes) -> Copied {
-        Copied { uffd, changes, state: Told::All }
+        Copied { uffd, changes, told: Told::All, tries: 0 }
     }
 
-    /// What was there is lost, and nobody is told that it is zeroes.
-    fn fail(&self, place: usize) {
-        let _ = self.uffd.poison(place, PAGE);
+    /// What follows from what the kernel says to an attempt.
+    fn after(&mut self, errno: Option<Errno>) -> Brought {
+        match errno {
+            // A page that is there already stays; what has never been ours is nobody's here.
+            None | Some(Errno::EEXIST | Errno::ENOENT) => {
+                self.tries = 0;
+                return Brought::Done;
+            }
+            Some(Errno::EAGAIN | Errno::ENOMEM) if self.tries < PATIENCE => self.tries += 1,
+            Some(Errno::ESRCH) => self.told = Told::Gone,
+            Some(_) => self.told = Told::TooMuch,
+        }
+        if errno == Some(Errno::EAGAIN) { self.hear() } else { Brought::Again }
     }
 
-    /// Reads one thing that it did, or waits a moment for that.
-    fn hear(&mut self) -> News {
+    /// Reads one thing that it did, and waits a moment: for it to go on, or for that to be told.
+    fn hear(&mut self) -> Brought {
         // SAFETY: a message is plain data, and zeroes are one.
         let mut message: [uffd_msg; 1] = unsafe { core::mem::zeroed() };
         if self.uffd.read(&mut message) == 0 {
             let _ = self.uffd.wait(1);
-            return News::Nothing;
+            return Brought::Again;
         }
         match decode(&message[0]) {
-            Some(Message::Fork { child }) => return News::Copy(Uffd::from_event(child)),
+            Some(Message::Fork { child }) => return Brought::Copy(Uffd::from_event(child)),
             // Whoever waits for a page is woken when it comes.
             Some(Message::Fault { .. }) | None => {}
             Some(event) if self.changes.note(event) => {}
-            Some(_) => self.state = Told::TooMuch,
+            Some(_) => self.told = Told::TooMuch,
         }
-        News::Changes
+        lock::pause();
+        Brought::Again
     }
 }
 
 /// Brings a copy all that was evicted.
 pub fn populate(pager: &Pager, state: &mut State, worker: &mut Worker, contents: &mut Page, child: Uffd) {
-    bring(pager, state, worker, contents, Copied::new(child, Changes::empty()), 0, 0);
+    bring(pager, state, worker, contents, &mut Copied::new(child, Changes::empty()), 0, 0);
 }
 
 /// The same of all pages from one on, and lets go of the copy.
@@ -129,48 +146,39 @@ fn bring(
     state: &mut State,
     worker: &mut Worker,
     contents: &mut Page,
-    mut copy: Copied,
+    copy: &mut Copied,
     first: u64,
     deep: u32,
 ) {
+    pager.region.header.unpaged_copies.fetch_add(1, Relaxed);
     events::for_each_known(state, first..PAGES, |state, page, word| {
-        let mut tries = 0;
-        while copy.state == Told::All
+        while copy.told == Told::All
             && let Some(place) = copy.changes.place(page as usize * PAGE)
         {
             // Anew each time: a copy of the copy was brought others meanwhile.
             let source = match word.phase() {
-                Phase::Staged | Phase::Compressing => state.staging.address(word.payload()) as *const u8,
-                Phase::Stored if read_stored(pager, worker, page, contents) => contents.as_ptr(),
-                Phase::Stored => return copy.fail(place),
+                Phase::Staged | Phase::Compressing => Some(state.staging.address(word.payload()) as *const u8),
+                Phase::Stored => read_stored(pager, worker, page, contents).then_some(contents.as_ptr()),
                 Phase::Resident | Phase::Dropped => return,
             };
-            // SAFETY: both kinds of source are memory of ours, and present.
-            match unsafe { copy.uffd.copy(place, source, PAGE) }.1 {
-                // A page that is there already stays; what has never been ours is nobody's here.
-                None | Some(Errno::EEXIST | Errno::ENOENT) => return,
-                Some(Errno::EAGAIN) => match copy.hear() {
-                    News::Nothing if tries == PATIENCE => copy.state = Told::TooMuch,
-                    News::Nothing => tries += 1,
-                    News::Changes => tries = 0,
-                    News::Copy(uffd) if deep < DEEP_MAX => {
-                        let other = Copied::new(uffd, copy.changes.clone());
-                        bring(pager, state, worker, contents, other, page, deep + 1);
-                    }
-                    // It waits for ever for what it has not got, as does one that did too much.
-                    News::Copy(_) => {}
-                },
-                Some(Errno::ESRCH) => copy.state = Told::Gone,
-                Some(Errno::ENOMEM) if tries < PATIENCE => {
-                    tries += 1;
-                    let _ = copy.uffd.wait(1);
+            let errno = match source {
+                // SAFETY: both kinds of source are memory of ours, and present.
+                Some(source) => unsafe { copy.uffd.copy(place, source, PAGE) }.1,
+                None => copy.uffd.poison(place, PAGE).err(),
+            };
+            match copy.after(errno) {
+                Brought::Done => return,
+                Brought::Again => {}
+                Brought::Copy(uffd) if deep < DEEP_MAX => {
+                    let mut other = Copied::new(uffd, copy.changes.clone());
+                    bring(pager, state, worker, contents, &mut other, page, deep + 1);
                 }
-                Some(_) => return copy.fail(place),
+                // It is left to wait, as one is that cannot be followed.
+                Brought::Copy(_) => _ = pager.region.header.unpaged_copies.fetch_add(1, Relaxed),
             }
-            lock::pause();
         }
     });
-    if copy.state != Told::TooMuch {
+    if copy.told != Told::TooMuch {
         copy.uffd.close();
     }
 }
