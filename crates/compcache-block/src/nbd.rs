@@ -163,6 +163,22 @@ impl NbdServer {
         is_free.then(|| Held(&self.shared))
     }
 
+    /// As [`NbdServer::stop`], unless somebody is connected: then it goes on, and nobody was cut off.
+    ///
+    /// # Errors
+    /// The server is given back.
+    pub fn stop_unused(mut self) -> Result<(), NbdServer> {
+        let mut connections = self.shared.lock();
+        connections.stopping |= connections.live.is_empty();
+        let stops = connections.stopping;
+        drop(connections);
+        if !stops {
+            return Err(self);
+        }
+        self.end(Duration::ZERO);
+        Ok(())
+    }
+
     /// Lets nobody in any more, answers what is in flight, for `grace` at most, and ends all connections and threads. A
     /// request that a device is working on ends when the device says; its answer may not reach the client.
     pub fn stop(mut self, grace: Duration) {

@@ -25,6 +25,9 @@ pub(crate) const LOOKED_AT: Duration = Duration::from_secs(1);
 /// How often to look again.
 pub(crate) const PAUSE: Duration = Duration::from_millis(5);
 
+/// The same where all descriptors of all processes are looked at.
+const LONG_PAUSE: Duration = Duration::from_millis(100);
+
 /// Who uses a block device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -113,9 +116,14 @@ impl Node {
             if Instant::now() > give_up {
                 return Err(NotClaimed::InUse(by));
             }
-            thread::sleep(PAUSE);
+            thread::sleep(LONG_PAUSE);
         }
         Ok(Claim(Some(claimed)))
+    }
+
+    /// Whether there is such a device, with a node or without.
+    pub fn is_there(&self) -> bool {
+        Path::new("/sys/block").join(&self.name).exists()
     }
 
     /// Who keeps it from being claimed.

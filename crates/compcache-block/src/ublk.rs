@@ -286,7 +286,8 @@ impl Ublk {
     /// [`UblkError::InUse`], with who uses it.
     pub fn claim(&self) -> Result<Claim, UblkError> {
         let node = block_node(self.number);
-        node.claim(|| node.path().exists()).map_err(|not| match not {
+        // Its node may be missing while it is used.
+        node.claim(|| node.is_there()).map_err(|not| match not {
             NotClaimed::InUse(by) => UblkError::InUse { path: self.path.clone(), by },
             NotClaimed::Open(error) => UblkError::at(Step::Open, &self.path)(error),
         })

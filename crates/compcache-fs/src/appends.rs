@@ -8,9 +8,10 @@
 //! | where the piece goes                                         | it is its turn                                          |
 //! | where the piece before it has ended, or behind that           | it is its turn: others have changed it behind the mount |
 //! | elsewhere, and a piece before it failed                       | so does this one                                        |
-//! | elsewhere, and nothing has come or was done for a quarter second | it is the first one's turn: others have changed it behind the mount |
+//! | elsewhere, and nothing has come or was done for a while      | it is the first one's turn: others have changed it behind the mount |
 //!
-//! Nobody waits for a piece that nobody serves: requests are taken in the order in which they were made.
+//! From /dev/fuse requests are taken in the order in which they were made, so that nobody waits for a piece that nobody serves. By io_uring each processor has a
+//! queue and threads, and a piece may wait in another: so longer is waited where the file ends before the place of a piece than where it ends behind it.
 
 use std::os::fd::AsFd;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -20,8 +21,9 @@ use rustix::io::{self, Errno};
 
 use crate::stamp::look;
 
-/// How long a piece waits for those before it, if there is none.
+/// How long a piece waits for those before it, if there is none: where the file ends behind its place, and before it.
 const PATIENCE: Duration = Duration::from_millis(250);
+const PATIENCE_BEFORE: Duration = Duration::from_secs(3);
 
 /// How far appends to an open file have come.
 #[derive(Default)]
@@ -95,13 +97,14 @@ impl Appended {
         }
         if let Some((first, error, since)) = self.failed
             && first < offset_bytes
-            && since.elapsed() < PATIENCE
+            && since.elapsed() < PATIENCE_BEFORE
         {
             return Err(error);
         }
         let since = self.at.map_or(begun, |at| at.max(begun));
         let is_first = self.waiting.iter().all(|waits| *waits >= offset_bytes);
-        match PATIENCE.saturating_sub(since.elapsed()) {
+        let patience = if end < offset_bytes { PATIENCE_BEFORE } else { PATIENCE };
+        match patience.saturating_sub(since.elapsed()) {
             Duration::ZERO if is_first => Ok(None),
             Duration::ZERO => Ok(Some(PATIENCE)),
             rest => Ok(Some(rest)),

@@ -41,6 +41,8 @@ pub enum Feature {
     Loop,
     /// The fuse device.
     Fuse,
+    /// Attributes of files on tmpfs (`chattr`): Linux 6.6.
+    TmpfsAttributes,
     /// Requests of FUSE's by io_uring, which the superuser may enable: Linux 6.14, and no more processors than we want queues for.
     FuseRings,
     /// The kernel's driver for block devices that are served from user space.
@@ -76,6 +78,7 @@ impl Feature {
             Feature::CgroupMemory => Feature::CgroupMemoryV1.probe().or_else(|_| cgroup_v2()),
             Feature::Loop => exists("/dev/loop-control"),
             Feature::Fuse => exists("/dev/fuse"),
+            Feature::TmpfsAttributes => since((6, 6)),
             Feature::FuseRings => fuse_rings(),
             Feature::Ublk => exists("/dev/ublk-control"),
             Feature::UblkResize => Feature::Ublk.probe().and_then(|()| since((6, 16))),

@@ -290,7 +290,11 @@ fn nobody_is_let_in_while_the_server_is_held_and_it_is_held_only_while_nobody_is
     UnixStream::connect(&socket).unwrap().read_to_end(&mut greeting).unwrap();
     assert!(greeting.is_empty(), "somebody was let in");
     drop(held);
-    Client::connect(&socket, "disk", true).expect("it is held no more");
+    let client = Client::connect(&socket, "disk", true).expect("it is held no more");
+    let server = server.stop_unused().expect_err("somebody is connected");
+    drop(client);
+    eventually("the client has gone", || server.connections() == 0);
+    assert!(server.stop_unused().is_ok() && !socket.exists());
 }
 
 #[test]

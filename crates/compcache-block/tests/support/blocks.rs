@@ -68,6 +68,11 @@ pub struct Mounted {
 impl Mounted {
     pub fn new(device: &Path, at: &Path) -> Mounted {
         run("mount", &["-t", "ext4", device.to_str().unwrap(), at.to_str().unwrap()]);
+        Mounted::there(at)
+    }
+
+    /// What is mounted there already.
+    pub fn there(at: &Path) -> Mounted {
         Mounted { at: at.to_owned(), unmounted: false }
     }
 

@@ -165,7 +165,10 @@ fn a_disk_is_gone_although_somebody_who_was_not_seen_keeps_its_number() {
     let served = Served::new(disk(MIB)).0;
     let path = served.path().to_owned();
     let number = fs::metadata(&path).unwrap().rdev();
+    // Outside of /dev, and where devices can be opened, as may not be in the usual places.
     let directory = TempDir::new().unwrap();
+    run("mount", &["-t", "tmpfs", "none", directory.path().to_str().unwrap()]);
+    let nodes = Mounted::there(directory.path());
     let alias = directory.path().join("alias");
     mknodat(CWD, &alias, FileType::BlockDevice, Mode::from_raw_mode(0o600), number).unwrap();
     let alias = alias.to_str().unwrap();
@@ -178,6 +181,7 @@ fn a_disk_is_gone_although_somebody_who_was_not_seen_keeps_its_number() {
     served.remove().expect("it was stopped, and nobody can have it back");
     assert!(!path.exists());
     run("losetup", &["-d", above.to_str().unwrap()]);
+    nodes.unmount();
     wait_for("its number is free", || !crate::support::character(&path).exists());
     Served::new(disk(MIB)).remove();
 }

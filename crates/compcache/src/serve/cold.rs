@@ -307,8 +307,8 @@ mod tests {
 
     const PAGES: u64 = 16384;
 
-    /// What comes of a recompression of many pages, slow ones, when `meanwhile` happens once it is under way.
-    fn recompressed_while(meanwhile: impl FnOnce(&Cold, &Arc<Store>, Presence)) -> anyhow::Result<Done> {
+    /// What comes of a recompression of many pages, slow ones, when `meanwhile` happens once it is under way; what that returns stays until the end.
+    fn recompressed_while<T>(meanwhile: impl FnOnce(&Cold, &Arc<Store>, Presence) -> T) -> anyhow::Result<Done> {
         let store = Store::new(StoreConfig { limit_bytes: 64 << 20, ..StoreConfig::default() }).unwrap();
         let pool = store.create_pool(PoolConfig::default()).unwrap();
         let mut worker = Worker::new(&store, clock_ns).unwrap();
@@ -326,7 +326,7 @@ mod tests {
                 assert!(!done.is_finished(), "it was done before anything could happen");
                 thread::yield_now();
             }
-            meanwhile(&cold, &store, presence);
+            let _stays = meanwhile(&cold, &store, presence);
             let done = done.join().unwrap();
             assert!(pool.stats().grouped_pages < PAGES, "it went on to the end");
             done
@@ -338,8 +338,7 @@ mod tests {
         let stopped = recompressed_while(|cold, store, _present| {
             let swap = store.create_pool(PoolConfig::default()).unwrap();
             cold.watch(&swap, Recompress::NEVER, true);
-            // As long as there is.
-            thread::sleep(Duration::from_millis(200));
+            swap
         });
         let why = format!("{:#}", stopped.map(drop).expect_err("it went on"));
         assert!(why.contains("disk for swap") && why.contains("stays"), "{why}");

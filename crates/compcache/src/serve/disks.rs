@@ -135,7 +135,7 @@ impl Disks {
         let mut kept = Ok(());
         for (name, attached) in std::mem::take(&mut disks.by_name) {
             // Somebody may have begun to use it just now.
-            if let Err(not) = attached.wire.end() {
+            if let Err(not) = attached.wire.end(false) {
                 kept = Err(not.why.context(format!("disk {name} cannot be ended")));
                 disks.by_name.insert(name, Attached { wire: not.wire, ..attached });
             }
@@ -297,7 +297,7 @@ impl Disks {
             drop(attached.claim(name)?);
         }
         let attached = disks.by_name.remove(name).ok_or_else(|| no_such_disk(name))?;
-        attached.wire.end().map_err(|not| {
+        attached.wire.end(force).map_err(|not| {
             disks.by_name.insert(name.to_owned(), Attached { wire: not.wire, ..attached });
             not.why.context(format!("disk {name} cannot be ended"))
         })

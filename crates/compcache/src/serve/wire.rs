@@ -146,16 +146,20 @@ impl Wire {
         }
     }
 
-    /// Ends it, with what is in flight answered.
+    /// Ends it, with what is in flight answered; NBD clients are cut off if `by_force`.
     ///
     /// # Errors
-    /// The machine itself uses the disk; it goes on as before. Who is to see to NBD clients asks by [`Wire::claim`] first.
-    pub fn end(self) -> Result<(), Box<NotEnded>> {
+    /// The disk is used; it goes on as before.
+    pub fn end(self, by_force: bool) -> Result<(), Box<NotEnded>> {
         match self {
-            Wire::Nbd { server, .. } => {
+            Wire::Nbd { server, .. } if by_force => {
                 server.stop(GRACE);
                 Ok(())
             }
+            Wire::Nbd { server, uri } => server.stop_unused().map_err(|server| {
+                let why = connected(&server);
+                Box::new(NotEnded { wire: Wire::Nbd { server, uri }, why })
+            }),
             Wire::Loop(served) => {
                 served.remove().map_err(|not| Box::new(NotEnded { wire: Wire::Loop(not.disk), why: not.error.into() }))
             }

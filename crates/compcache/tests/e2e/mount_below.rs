@@ -164,10 +164,9 @@ fn an_open_file_of_a_lower_layer_stays_the_same_when_it_is_copied_up() {
 
 #[test]
 fn files_that_may_only_be_appended_to_are() {
-    if !can_mount(&["mount", "umount", "chattr"]) {
+    if !can_mount(&["mount", "umount", "chattr"]) || !requires(&[Feature::TmpfsAttributes]) {
         return;
     }
-    // Which has this attribute since Linux 6.6.
     let mut below = Below::mounted(&["-t", "tmpfs", "none"], &[]);
     let tree = below.tree();
     let (source, target) = (tree.source().join("f"), tree.target().join("f"));
