@@ -335,10 +335,10 @@ mod tests {
 
     #[test]
     fn who_recompresses_stops_when_there_is_a_disk_for_swap() {
-        let stopped = recompressed_while(|cold, store, _present| {
+        let stopped = recompressed_while(|cold, store, presence| {
             let swap = store.create_pool(PoolConfig::default()).unwrap();
             cold.watch(&swap, Recompress::NEVER, true);
-            swap
+            (swap, presence)
         });
         let why = format!("{:#}", stopped.map(drop).expect_err("it went on"));
         assert!(why.contains("disk for swap") && why.contains("stays"), "{why}");
