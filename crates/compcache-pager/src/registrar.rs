@@ -87,6 +87,10 @@ impl Registrar {
             if pager.frozen.load(Acquire) {
                 return Registered::Frozen;
             }
+            // What is registered and not held would be taken for new, and what is stored of it for nobody's.
+            if state.regions.has_lost() {
+                return Registered::All;
+            }
             // What is moved and not applied yet would be taken for new.
             if !pager.is_settled(&state) {
                 continue;

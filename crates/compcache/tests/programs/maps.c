@@ -178,13 +178,16 @@ static void many_regions(void)
 	area_check(&area, 3);
 }
 
-static void islands(void)
+static void islands(bool known)
 {
 	enum { ISLANDS = 17000 };
 	struct area area = area_new(working_set() / 2, 44, 1);
 	/* Mappings come one below the other. */
 	unsigned char *sea = map_at(NULL, 2 * ISLANDS);
 	MUST(sea < area.at);
+	/* Whether the pager knows of it before it falls apart. */
+	for (size_t i = 0; known && i < 64; i++) page_write(sea + i * PAGE, 46, i, 1);
+	if (known) push_out(sea, 64);
 	for (size_t i = 0; i < ISLANDS; i++) MUST(munmap(sea + 2 * i * PAGE, PAGE) == 0);
 	area_push_out(&area);
 	pid_t child = fork();
@@ -201,6 +204,7 @@ static void islands(void)
 	}
 	must_succeed(child);
 	area_check(&area, 1);
+	MUST(munmap(area.at, area.pages * PAGE) == 0 && munmap(sea, 2 * ISLANDS * PAGE) == 0);
 }
 
 static void dontunmap(void)
@@ -296,7 +300,7 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "mremap")) with_threads(moves);
 	else if (mode_is(argc, argv, "fixed")) with_threads(overlays);
 	else if (mode_is(argc, argv, "many_regions")) many_regions();
-	else if (mode_is(argc, argv, "islands")) islands();
+	else if (mode_is(argc, argv, "islands")) islands(false), islands(true);
 	else if (mode_is(argc, argv, "dontunmap")) dontunmap();
 	else if (mode_is(argc, argv, "to_and_fro")) to_and_fro();
 	else if (mode_is(argc, argv, "shortens")) shortens();
