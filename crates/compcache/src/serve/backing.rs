@@ -156,6 +156,8 @@ impl DiskBacking {
         let (backing, is_device, users) = (self.backing.clone(), self.is_device, Arc::downgrade(pool));
         let body = move || {
             let _running: SyncSender<()> = running;
+            // Let go of before it is told that this has ended: then the device is free.
+            let backing = backing;
             reclaimer.run();
             // Who had blocks leave by hand may be at the last of them.
             let until = Instant::now() + UNUSED_WITHIN;

@@ -479,7 +479,14 @@ fn what_is_asked_to_leave_stops_when_the_disk_is_removed_and_the_device_is_free(
             thread::sleep(patience);
             server.ok(&["disk", "rm", "d"]);
             let exclusive = OFlags::EXCL.bits() as i32;
-            let mut free = OpenOptions::new().read(true).custom_flags(exclusive).open(&device).expect("nobody has it");
+            let until = Instant::now() + PATIENCE;
+            let mut free = loop {
+                match OpenOptions::new().read(true).custom_flags(exclusive).open(&device) {
+                    Ok(free) => break free,
+                    Err(error) => assert!(Instant::now() < until, "somebody has it: {error}"),
+                }
+                thread::sleep(Duration::from_millis(5));
+            };
             let mut begin = vec![1; MIB];
             free.read_exact(&mut begin).expect("it can be read");
             assert!(begin.iter().all(|byte| *byte == 0), "there is something on it");
