@@ -104,7 +104,7 @@ struct Shared {
 #[derive(Default)]
 struct Connections {
     stopping: bool,
-    /// Nobody is let in for now.
+    /// Nobody is let in as long as a [`Held`] lives.
     held: bool,
     begun: u64,
     live: HashMap<u64, Connection>,
