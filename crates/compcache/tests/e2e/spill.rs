@@ -221,7 +221,9 @@ fn a_full_file_system_and_a_full_file_are_said_once_and_the_program_goes_on() {
         assert!(outcome.status.success(), "{way:?} {max}: {}", outcome.explain());
         assert_eq!(outcome.stderr.matches(said).count(), 1, "{way:?} {max}: {}", outcome.explain());
         assert!(outcome.stat("spill_written_pages") > 1000, "{way:?} {max}: {}", outcome.explain());
-        assert!(outcome.stat("spill_peak_bytes") <= 16 * MIB, "{way:?} {max}: {}", outcome.explain());
+        // The segment that turns out to have no room counts while it is being written.
+        let segment = if said == "--spill-max" { 0 } else { 128 << 10 };
+        assert!(outcome.stat("spill_peak_bytes") <= 16 * MIB + segment, "{way:?} {max}: {}", outcome.explain());
     }
 }
 
