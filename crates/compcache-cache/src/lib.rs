@@ -583,7 +583,7 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Gives memory of half-empty spans back, if pages have gone since this was last called.
     pub fn compact(&self, worker: &mut Worker) {
         if self.discarded.swap(false, Relaxed) {
-            while !self.store.compact(worker, COMPACTED_AT_ONCE).finished {}
+            while !self.store.compact_in_turn(worker, COMPACTED_AT_ONCE).finished {}
         }
     }
 

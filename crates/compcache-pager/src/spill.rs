@@ -397,7 +397,7 @@ impl Spill {
             let is_busy = self.while_nobody_forks(pager, || {
                 if !pager.store.wants_reclaim(&self.backing) {
                     if now_ns - tidied_ns > TIDY_NS {
-                        self.backing.tidy();
+                        self.backing.tidy(|| !pager.frozen.load(Acquire) && !pager.fork_turn.wants_to_freeze());
                         tidied_ns = now_ns;
                     }
                     return false;

@@ -254,10 +254,10 @@ impl Backing {
         *self.health.lock()
     }
 
-    /// Gives room that nothing is in back to where the backing lies, but for a few segments that are written to soon. May
-    /// wait for the medium: call it every few seconds, from a thread that may wait.
-    pub fn tidy(&self) {
-        loop {
+    /// Gives room that nothing is in back to where the backing lies, but for a few segments that are written to soon, as long as
+    /// `may_go_on`, which is asked before each. May wait for the medium: call it every few seconds, from a thread that may wait.
+    pub fn tidy(&self, may_go_on: impl Fn() -> bool) {
+        while may_go_on() {
             // While room is short, what is there already is the only room that is sure.
             if !matches!(self.health(), Health::Good | Health::Spent) || !self.key.may_seal() {
                 return;

@@ -43,6 +43,8 @@ pub(crate) struct Registry {
 struct Sweep {
     pool: usize,
     next: PageIndex,
+    /// The pages before it in its leaf were absent.
+    is_absent: bool,
     /// After the last pool come the groups.
     group: u32,
 }
@@ -103,8 +105,9 @@ impl Store {
         }
     }
 
-    /// As [`Store::compact`], after whoever is at it.
-    pub(crate) fn compact_in_turn(&self, worker: &mut Worker, objects_max: usize) -> Compacted {
+    /// As [`Store::compact`], after whoever is at it, or makes a segment ready to leave: for a thread that has nothing else to do.
+    pub fn compact_in_turn(&self, worker: &mut Worker, objects_max: usize) -> Compacted {
+        worker.must_be_of(self);
         self.compact_in(self.registry.lock(), worker, objects_max)
     }
 
@@ -118,7 +121,7 @@ impl Store {
                 if !self.arena.choose_sparse() && !empty_leaves {
                     return Compacted { finished: true, ..done };
                 }
-                Sweep { pool: 0, next: PageIndex(0), group: 0 }
+                Sweep { pool: 0, next: PageIndex(0), is_absent: true, group: 0 }
             }
         };
         // The budget of this step: a move costs as much as looking at many slots.
@@ -134,10 +137,9 @@ impl Store {
             };
             match pool.tree.next_leaf(&self.tables, sweep.next, PageIndex(PageIndex::LIMIT)) {
                 Some(first) => {
-                    let from = first.max(sweep.next);
-                    sweep.next = self.sweep_leaf(pool, first, from, worker, &mut effort, &mut done);
+                    self.sweep_leaf(pool, first, &mut sweep, worker, &mut effort, &mut done);
                 }
-                None => sweep = Sweep { pool: sweep.pool + 1, next: PageIndex(0), ..sweep },
+                None => sweep = Sweep { pool: sweep.pool + 1, next: PageIndex(0), is_absent: true, ..sweep },
             }
         }
         registry.sweep = Some(sweep);
@@ -161,34 +163,35 @@ impl Store {
         false
     }
 
-    /// Sweeps the leaf that begins at `first`, from `from`. Returns where to go on.
+    /// Sweeps the leaf that begins at `first`, or the rest of it, as far as the effort goes.
     fn sweep_leaf(
         &self,
         pool: &PoolCore,
         first: PageIndex,
-        from: PageIndex,
+        sweep: &mut Sweep,
         worker: &mut Worker,
         effort: &mut usize,
         done: &mut Compacted,
-    ) -> PageIndex {
-        let end = first.plus(FANOUT as u64);
-        let Some(leaf) = pool.tree.leaf(&self.tables, first) else { return end };
-        let mut empty = from == first;
+    ) {
+        let (from, end) = (first.max(sweep.next), first.plus(FANOUT as u64));
+        let mut is_absent = from == first || sweep.is_absent;
+        (sweep.next, sweep.is_absent) = (end, true);
+        let Some(leaf) = pool.tree.leaf(&self.tables, first) else { return };
         for index in from.0..end.0 {
             if *effort == 0 {
-                return PageIndex(index);
+                (sweep.next, sweep.is_absent) = (PageIndex(index), is_absent);
+                return;
             }
             *effort -= 1;
             let meta = leaf.meta[(index - first.0) as usize].load(Relaxed);
-            empty &= meta == 0;
+            is_absent &= meta == 0;
             if slot::is_stored(meta) && self.move_if_sparse(pool, PageIndex(index), worker, done) {
                 *effort = effort.saturating_sub(LOOK_PER_MOVE - 1);
             }
         }
-        if empty {
+        if is_absent {
             done.freed_bytes += pool.tree.free_leaf_if_empty(&self.tables, first, &self.budget);
         }
-        end
     }
 
     /// Moves the object of one page if it lies where compaction wants room.

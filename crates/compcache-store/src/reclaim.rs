@@ -8,8 +8,8 @@
 //!
 //! The 85 % can be changed while the backing is in use; it ends ten below. As long as nobody can be refused (90 %) no segment is written that would be less than
 //! half full: where what stays anyway (tables, spans) is more than the threshold, all there is would leave as it comes, a page for a segment.
-//! The same holds for the limit of a pool alone, and its pages. What leaves frees objects all over the spans, and spans give their
-//! memory back when they are compacted; so after every sixteenth of the memory that is freed, and whenever a flight finds
+//! The same holds for the limit of a pool alone, and its pages. What leaves frees objects all over the spans, and spans that are not empty give their
+//! memory back only when they are compacted; so whenever objects were freed whose memory, a sixteenth of all, has stayed, and whenever a flight finds
 //! nothing to take, compaction is run to its end.
 //!
 //! [`Store::write_back`] has pages leave whatever is used: when the system is short of memory though the limit is far, or somebody asks for it.
@@ -32,7 +32,7 @@ pub(crate) const ABOVE_PERCENT: u8 = 85;
 pub(crate) const GAP_PERCENT: u8 = 10;
 /// Below this nobody is refused: see [`crate::budget`].
 const ACCEPT_PERCENT: u64 = 90;
-/// Compaction is run when so large a share of what is used was freed.
+/// Compaction is run when so large a share of what is used was freed and stays.
 const COMPACT_SHARE: u64 = 16;
 const COMPACTED_AT_ONCE: usize = 256;
 /// More steps than any store has: others may keep it busy, and then this one must not go round for ever.
@@ -141,15 +141,15 @@ impl Store {
         backing: &Backing,
         wanted: &Wanted<'_>,
     ) -> Result<Reclaimed, MediumError> {
-        let Flown { pages, freed_bytes, is_busy, .. } = backing.fly(self, worker, wanted)?;
+        let used = self.mem_used_total_bytes();
+        let Flown { pages, freed_bytes: object_bytes, is_busy, .. } = backing.fly(self, worker, wanted)?;
         if is_busy {
             return Ok(Reclaimed { is_busy, finished: true, ..Reclaimed::default() });
         }
-        let used = self.mem_used_total_bytes();
-        let object_bytes = freed_bytes;
-        let freed = self.reclaimed.fetch_add(object_bytes, Relaxed) + object_bytes;
-        if pages == 0 || freed > used / COMPACT_SHARE {
-            self.reclaimed.store(0, Relaxed);
+        // What others did meanwhile is in this as well; it is right often enough to say when to look.
+        let returned_bytes = used.saturating_sub(self.mem_used_total_bytes());
+        let is_stale = self.note_held_back(object_bytes.saturating_sub(returned_bytes));
+        if pages == 0 || is_stale {
             self.compact_all(worker);
         }
         let freed_bytes = used.saturating_sub(self.mem_used_total_bytes());
@@ -168,14 +168,20 @@ impl Store {
     /// Notes that objects of so many bytes were freed, and compacts if that is a large share of what is used; or, after the last of
     /// a pass, if anything was freed.
     pub(crate) fn compact_after(&self, worker: &mut Worker, freed_bytes: u64, is_last: bool) {
-        let freed = self.reclaimed.fetch_add(freed_bytes, Relaxed) + freed_bytes;
-        if freed > self.mem_used_total_bytes() / COMPACT_SHARE || (is_last && freed > 0) {
-            self.reclaimed.store(0, Relaxed);
+        if self.note_held_back(freed_bytes) || (is_last && self.held_back.load(Relaxed) > 0) {
             self.compact_all(worker);
         }
     }
 
+    /// Notes that so many bytes of objects were freed and have not gone back to the system. Whether those since the last time
+    /// are a large share of what is used.
+    fn note_held_back(&self, bytes: u64) -> bool {
+        let held_back = self.held_back.fetch_add(bytes, Relaxed) + bytes;
+        held_back > self.mem_used_total_bytes() / COMPACT_SHARE
+    }
+
     fn compact_all(&self, worker: &mut Worker) {
+        self.held_back.store(0, Relaxed);
         for _ in 0..STEPS_MAX {
             if self.compact_in_turn(worker, COMPACTED_AT_ONCE).finished {
                 return;

@@ -34,7 +34,7 @@ pub struct Store {
     pools: AtomicU64,
     age: AtomicU8,
     /// Bytes of objects that have left memory, or have become smaller, since that was last made up for by compacting.
-    pub(crate) reclaimed: AtomicU64,
+    pub(crate) held_back: AtomicU64,
 }
 
 impl Store {
@@ -57,7 +57,7 @@ impl Store {
             workers: AtomicUsize::new(0),
             pools: AtomicU64::new(0),
             age: AtomicU8::new(0),
-            reclaimed: AtomicU64::new(0),
+            held_back: AtomicU64::new(0),
         }))
     }
 

@@ -135,7 +135,9 @@ impl Tables {
         if bytes > self.leaves.range().1 {
             return Err(StoreError::MemoryRefused { bytes: bytes as u64 });
         }
-        budget.must_fit(bytes as u64)
+        // What leads to them, and what says whose they are, is more by a little.
+        let others = missing.div_ceil(FANOUT) + (missing * size_of::<LeafHeader>()).div_ceil(PAGE_SIZE);
+        budget.must_fit((bytes + others * PAGE_SIZE) as u64)
     }
 
     /// A leaf for `key`, all absent, or why there is none. Returns its number and the bytes charged for it.

@@ -79,7 +79,7 @@ impl Subject {
             let _ = self.store.reclaim(&mut self.worker, &backing);
         }
         self.store.set_limit_bytes(limit);
-        backing.tidy();
+        backing.tidy(|| true);
         let stats = backing.stats();
         assert!(stats.live_bytes + stats.dead_bytes + stats.free_bytes == stats.capacity_bytes, "{stats:?}");
     }

@@ -13,6 +13,7 @@ use compcache_store::{
     Recompressor, Rewritten, Store, StoreConfig, StoreError, Worker, Written,
 };
 
+const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
 fn store(limit_bytes: u64) -> Arc<Store> {
@@ -392,7 +393,29 @@ fn tables_that_cannot_fit_are_refused_before_any_is_made() {
     assert!(matches!(pool.prepare(PageIndex::LIMIT), Err(StoreError::MemoryRefused { .. })));
     assert_eq!((store.mem_used_total_bytes(), resident_bytes(&store)), (said, given));
     pool.write(&mut worker, PageIndex(1), &page_of(2, 50)).unwrap();
-    pool.prepare(1 << 18).unwrap();
+    // Near what they take, with what leads to them: refused, or made.
+    let said = store.mem_used_total_bytes();
+    let limits = (0..64).map(|more| said + 2046 * 12 * KIB + more * 4 * KIB);
+    let made = limits.into_iter().find(|limit| {
+        store.set_limit_bytes(*limit);
+        let prepared = pool.prepare(1 << 21);
+        assert!(prepared.is_ok() || store.mem_used_total_bytes() == said, "{limit}: a part was made");
+        prepared.is_ok()
+    });
+    assert!(made.is_some());
+}
+
+#[test]
+fn tables_that_have_become_empty_go_however_short_the_steps_are() {
+    let store = store(u64::MAX);
+    let (pool, mut worker) = pool(&store);
+    let pages = || (0..64).map(|leaf| PageIndex(leaf * 1024 + leaf * 15));
+    pages().for_each(|index| _ = pool.write(&mut worker, index, &page_of(index.0, 50)).unwrap());
+    let full = pool.stats().table_bytes;
+    pages().for_each(|index| assert!(pool.discard(index)));
+    while !store.compact(&mut worker, 1).finished {}
+    let left = pool.stats().table_bytes;
+    assert!(full - left == 64 * 12 * KIB, "{full} before, {left} left");
 }
 
 #[test]

@@ -39,6 +39,8 @@ pub enum Feature {
     CgroupMemory,
     /// Loop devices.
     Loop,
+    /// Block devices whose sectors are larger than a page: Linux 6.15.
+    LargeSectors,
     /// The fuse device.
     Fuse,
     /// Attributes of files on tmpfs (`chattr`): Linux 6.6.
@@ -77,6 +79,7 @@ impl Feature {
             Feature::CgroupMemoryV2 => cgroup_v2(),
             Feature::CgroupMemory => Feature::CgroupMemoryV1.probe().or_else(|_| cgroup_v2()),
             Feature::Loop => exists("/dev/loop-control"),
+            Feature::LargeSectors => since((6, 15)),
             Feature::Fuse => exists("/dev/fuse"),
             Feature::TmpfsAttributes => since((6, 6)),
             Feature::FuseRings => fuse_rings(),

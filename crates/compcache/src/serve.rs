@@ -190,7 +190,7 @@ fn start_compaction(store: Arc<Store>) -> anyhow::Result<()> {
         .name("compaction".into())
         .spawn(move || {
             loop {
-                while !store.compact(&mut worker, COMPACTED_AT_ONCE).finished {}
+                while !store.compact_in_turn(&mut worker, COMPACTED_AT_ONCE).finished {}
                 thread::sleep(BETWEEN_COMPACTIONS);
             }
         })

@@ -5,6 +5,7 @@
 //! the backing is to relieve.
 
 use core::ops::Range;
+use core::sync::atomic::{AtomicBool, Ordering::*};
 
 use rustix::fd::OwnedFd;
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl};
@@ -20,7 +21,7 @@ const FRUGAL_BYTES: usize = 4 * PAGE_SIZE;
 /// A file, or a block device, that nobody else writes to.
 pub struct FileMedium {
     file: OwnedFd,
-    is_direct: bool,
+    is_direct: AtomicBool,
     /// The most that the kernel is asked for at a time.
     request_bytes: usize,
 }
@@ -29,7 +30,7 @@ impl FileMedium {
     /// Takes a file that is open for reading and writing; what is in it is overwritten.
     pub fn new(file: OwnedFd) -> FileMedium {
         let direct = fcntl_getfl(&file).and_then(|flags| fcntl_setfl(&file, flags | OFlags::DIRECT));
-        FileMedium { file, is_direct: direct.is_ok(), request_bytes: usize::MAX }
+        FileMedium { file, is_direct: AtomicBool::new(direct.is_ok()), request_bytes: usize::MAX }
     }
 
     /// As [`FileMedium::new`], for a block device that is written while the system has no memory: it is asked for four pages at a
@@ -43,9 +44,22 @@ impl FileMedium {
         done..bytes.min(done.saturating_add(self.request_bytes))
     }
 
-    /// Whether the page cache is left out.
+    /// Whether the page cache is left out, as far as is known.
     pub fn is_direct(&self) -> bool {
-        self.is_direct
+        self.is_direct.load(Acquire)
+    }
+
+    /// What the system said to a request, unless that may be because a page is too little to be asked for directly (a disk of larger
+    /// sectors): then it is asked through the page cache from now on, and this one once more.
+    fn failed(&self, errno: Errno, was_direct: bool) -> Result<(), MediumError> {
+        if errno != Errno::INVAL || !was_direct || self.request_bytes < usize::MAX {
+            return Err(error(errno));
+        }
+        let buffered = fcntl_getfl(&self.file).and_then(|flags| fcntl_setfl(&self.file, flags - OFlags::DIRECT));
+        buffered.map_err(|_| error(errno))?;
+        // After it, so that nobody asks directly who does not know.
+        self.is_direct.store(false, Release);
+        Ok(())
     }
 }
 
@@ -53,12 +67,12 @@ impl Medium for FileMedium {
     fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediumError> {
         let mut done = 0;
         while done < into.len() {
-            let request = self.request(done, into.len());
+            let (request, was_direct) = (self.request(done, into.len()), self.is_direct());
             match pread(&self.file, &mut into[request], offset_bytes + done as u64) {
                 Ok(0) => return Err(MediumError::Short),
                 Ok(more) => done += more,
                 Err(Errno::INTR) => {}
-                Err(errno) => return Err(error(errno)),
+                Err(errno) => self.failed(errno, was_direct)?,
             }
         }
         Ok(())
@@ -67,12 +81,12 @@ impl Medium for FileMedium {
     fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError> {
         let mut done = 0;
         while done < from.len() {
-            let request = self.request(done, from.len());
+            let (request, was_direct) = (self.request(done, from.len()), self.is_direct());
             match pwrite(&self.file, &from[request], offset_bytes + done as u64) {
                 Ok(0) => return Err(MediumError::NoSpace),
                 Ok(more) => done += more,
                 Err(Errno::INTR) => {}
-                Err(errno) => return Err(error(errno)),
+                Err(errno) => self.failed(errno, was_direct)?,
             }
         }
         Ok(())

@@ -227,10 +227,11 @@ impl Backing {
         self.gather(store, worker, flight, wanted);
         let is_little = wanted.at_leisure && emptied == 0 && flight.end < self.segment_bytes / 2;
         // The last free segment is for cleaning, which gives more back than it takes.
+        let spare = usize::from(emptied == 0);
         let begun = match flight.records() {
             0 => None,
             _ if is_little => None,
-            _ => self.segments.lock().begin(usize::from(emptied == 0)),
+            _ => self.segments.lock().begin(spare),
         };
         let flown = match begun {
             Some(begun) => self.take_off(store, worker, flight, begun),
@@ -239,21 +240,32 @@ impl Backing {
                 self.gather_anew();
                 Ok(Flown::default())
             }
-            // What another is about to clean or to write may leave room.
-            None if cleaning.is_none() || self.segments.lock().is_any_written_now() => {
+            // What another is about to clean may leave room.
+            None if cleaning.is_none() => {
                 self.gather_anew();
                 Ok(busy)
             }
             None => {
-                self.set_health(Health::Full);
+                let is_full = self.tell_if_full(spare);
                 self.gather_anew();
-                Ok(Flown::default())
+                Ok(if is_full { Flown::default() } else { busy })
             }
         };
         if cleaning.is_some() {
             self.segments.lock().cleaned();
         }
         flown
+    }
+
+    /// Whether there is no room but `spare` segments, nor will be; that is then its health. What becomes free while the segments are locked
+    /// says afterwards that there is room again.
+    fn tell_if_full(&self, spare: usize) -> bool {
+        let segments = self.segments.lock();
+        let is_full = segments.free() <= spare && !segments.is_any_written_now();
+        if is_full {
+            self.set_health(Health::Full);
+        }
+        is_full
     }
 
     /// As a flight while nothing more may be written in this day: it is spent if there is something to write.

@@ -49,13 +49,24 @@ pub(crate) struct Wanted<'w> {
 }
 
 /// A pass over the pools, and how far it has come.
+#[derive(Clone, Copy)]
 pub(super) struct Plan {
     taken: Taken,
     pool: usize,
     next: PageIndex,
 }
 
-/// Passes in one flight: the rest of one and each kind once more, so that a flight that finds nothing has looked at everything.
+/// What all passes of one flight have in common.
+struct Round<'r> {
+    wants: &'r dyn Fn(&PoolCore) -> bool,
+    /// The age of the store.
+    now: u8,
+    /// Where the first pass began, for the last: what that took is in the flight, though its slot does not say so yet.
+    before: Option<Plan>,
+}
+
+/// Passes in one flight: the rest of one and each kind once more, so that a flight that finds nothing has looked at everything; of the
+/// last only what the first has not taken.
 const PASSES: usize = 3;
 /// A page in a group leaves alone, and nearly as short as it was.
 const GROUPED_CODEC: Codec = Codec::Zstd { level: 1 };
@@ -69,21 +80,26 @@ impl Plan {
         Plan { taken: Taken::Raw, pool: 0, next: PageIndex(0) }
     }
 
-    /// Goes on with the pass. `true`: the segment is full.
+    /// Whether a pass that begins here takes this page, which lies in the pool `nth`.
+    fn takes(&self, nth: usize, index: PageIndex, meta: u32, now: u8) -> bool {
+        (nth, index) >= (self.pool, self.next) && self.taken.takes(meta, now)
+    }
+
+    /// Goes on with the pass, past what the flight has from the pass that `before` began. `true`: the segment is full.
     fn go_on(
         &mut self,
         store: &Store,
         registry: &Registry,
         worker: &mut Worker,
         flight: &mut Flight,
-        wants: &dyn Fn(&PoolCore) -> bool,
+        round: &Round<'_>,
     ) -> bool {
         while let Some(pool) = registry.pools().get(self.pool) {
             let has_some = match self.taken {
                 Taken::Raw => pool.counters.raw_pages() > 0,
                 Taken::Aged { .. } => true,
             };
-            if wants(pool) && has_some && self.go_on_in(store, pool, worker, flight) {
+            if (round.wants)(pool) && has_some && self.go_on_in(store, pool, worker, flight, round) {
                 return true;
             }
             (self.pool, self.next) = (self.pool + 1, PageIndex(0));
@@ -91,16 +107,24 @@ impl Plan {
         false
     }
 
-    fn go_on_in(&mut self, store: &Store, pool: &PoolCore, worker: &mut Worker, flight: &mut Flight) -> bool {
-        let (taken, now) = (self.taken, store.age());
+    fn go_on_in(
+        &mut self,
+        store: &Store,
+        pool: &PoolCore,
+        worker: &mut Worker,
+        flight: &mut Flight,
+        round: &Round<'_>,
+    ) -> bool {
+        let (taken, now) = (self.taken, round.now);
         while let Some(first) = pool.tree.next_leaf(&store.tables, self.next, PageIndex(PageIndex::LIMIT)) {
             let end = first.plus(FANOUT as u64);
             let from = first.max(self.next);
             if let Some(slots) = pool.tree.leaf(&store.tables, first) {
                 for index in from.0..end.0 {
-                    let meta = slots.meta[(index - first.0) as usize].load(Relaxed);
-                    if taken.takes(meta, now) && !copy(store, pool, PageIndex(index), worker, flight) {
-                        self.next = PageIndex(index);
+                    let (meta, index) = (slots.meta[(index - first.0) as usize].load(Relaxed), PageIndex(index));
+                    let has_it = || round.before.is_some_and(|before| before.takes(self.pool, index, meta, now));
+                    if taken.takes(meta, now) && !has_it() && !copy(store, pool, index, worker, flight) {
+                        self.next = index;
                         return true;
                     }
                 }
@@ -182,21 +206,25 @@ impl Backing {
         };
         let mut plan = self.plan.lock();
         let registry = store.registry.lock();
+        let mut round = Round { wants: &wants, now: store.age(), before: None };
         if wanted.leaving == Leaving::Incompressible {
-            // The rest of a pass over those, and a whole one, so that it has looked at everything.
-            for _ in 0..2 {
-                if plan.taken != Taken::Raw {
-                    *plan = Plan::new();
-                }
-                if plan.go_on(store, &registry, worker, flight, &wants) {
+            if plan.taken != Taken::Raw {
+                *plan = Plan::new();
+            }
+            // The rest of a pass over those, and what is before it, so that it has looked at everything.
+            for before in [None, Some(*plan)] {
+                round.before = before;
+                if plan.go_on(store, &registry, worker, flight, &round) {
                     return;
                 }
                 *plan = Plan::new();
             }
             return;
         }
-        for _ in 0..PASSES {
-            if plan.go_on(store, &registry, worker, flight, &wants) {
+        let first = *plan;
+        for pass in 1..=PASSES {
+            round.before = (pass == PASSES).then_some(first);
+            if plan.go_on(store, &registry, worker, flight, &round) {
                 return;
             }
             let taken = match plan.taken {
@@ -235,5 +263,47 @@ impl Backing {
             older >= wanted
         });
         least.unwrap_or(0) as u8
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backing::{BackingConfig, FileMedium};
+    use crate::config::{PoolConfig, StoreConfig};
+    use crate::page::Page;
+
+    const RAW: u64 = 20;
+    const ALL: u64 = 60;
+
+    /// Does not compress, or to a fifth.
+    fn page(index: u64) -> Page {
+        let mut random = fastrand::Rng::with_seed(index + 1);
+        let mut page = [0; 4096];
+        let noise = if index % 3 == 0 { 4096 } else { 700 };
+        random.fill(&mut page[..noise]);
+        page
+    }
+
+    #[test]
+    fn a_flight_takes_each_page_once_wherever_the_pass_begins() {
+        let store = Store::new(StoreConfig { reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap();
+        let medium = FileMedium::new(tempfile::tempfile().unwrap().into());
+        let config = BackingConfig { capacity_bytes: 16 << 20, segment_bytes: 1 << 20 };
+        let backing = Backing::new(Box::new(medium), config).unwrap();
+        let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
+        let mut worker = Worker::new(&store, || 0).unwrap();
+        (0..ALL).for_each(|index| _ = pool.write(&mut worker, PageIndex(index), &page(index)).unwrap());
+        for (leaving, count) in [(Leaving::Oldest, ALL), (Leaving::Incompressible, RAW)] {
+            let wanted = Wanted { wants: &|_| true, leaving, at_leisure: false, oldest_of_all: false };
+            // None of these is written, so that all are there still; and the small one leaves the pass in its middle.
+            for segment_bytes in [1 << 20, 32 << 10, 1 << 20, 64 << 10, 8 << 10, 1 << 20] {
+                let mut flight = Flight::new(segment_bytes).unwrap();
+                backing.gather(&store, &mut worker, &mut flight, &wanted);
+                let is_whole = segment_bytes == 1 << 20;
+                assert!(!is_whole || flight.records() as u64 == count, "{leaving:?}: {} of {count}", flight.records());
+                assert!(is_whole || (flight.records() as u64) < count, "it is to be full");
+            }
+        }
     }
 }

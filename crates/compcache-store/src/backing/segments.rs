@@ -72,10 +72,13 @@ pub(super) struct Segments {
     own: Range<usize>,
     /// What was written by this flight or an earlier one may be read by copies of the process.
     held_until: u64,
-    /// No segment before these two is free and filled, or free at all.
+    /// No segment before these two is free and filled, or free at all; and none from `filled_to` on is free and filled.
     filled_from: usize,
     free_from: usize,
+    filled_to: usize,
     free: usize,
+    /// Of those that are free.
+    filled: usize,
     live_bytes: u64,
     flights: u64,
     any_chosen: bool,
@@ -99,7 +102,9 @@ impl Segments {
             held_until: 0,
             filled_from: count,
             free_from: 0,
+            filled_to: 0,
             free: count,
+            filled: 0,
             live_bytes: 0,
             flights: 0,
             any_chosen: false,
@@ -124,6 +129,7 @@ impl Segments {
             }
         }
         (self.filled_from, self.free_from) = (self.own.end, self.own.start);
+        (self.filled_to, self.filled) = (self.own.start, 0);
         (self.free, self.live_bytes, self.held_until) = (self.own.len(), 0, 0);
         (self.flights, self.any_chosen) = (flights, false);
     }
@@ -132,6 +138,7 @@ impl Segments {
     pub fn write_nothing(&mut self) {
         (self.own, self.free) = (0..0, 0);
         (self.filled_from, self.free_from) = (0, 0);
+        (self.filled_to, self.filled) = (0, 0);
     }
 
     /// Whether anything is alive in the part of the table that begins at `from` and has `count` segments.
@@ -182,8 +189,9 @@ impl Segments {
         self.filled_from = filled.unwrap_or(end);
         let found =
             filled.or_else(|| after(self.free_from, self.table[self.free_from..end].iter().position(is_free)))?;
-        if filled.is_none() {
-            self.free_from = found;
+        match filled {
+            Some(_) => self.filled -= 1,
+            None => self.free_from = found,
         }
         self.free -= 1;
         self.flights += 1;
@@ -241,7 +249,9 @@ impl Segments {
         }
         self.table[segment].state = State::Free { filled: true };
         self.free += 1;
+        self.filled += 1;
         self.filled_from = self.filled_from.min(segment);
+        self.filled_to = self.filled_to.max(segment + 1);
         self.free_from = self.free_from.min(segment);
     }
 
@@ -306,16 +316,17 @@ impl Segments {
     }
 
     /// A free segment that takes room where the backing lies, beside `kept` of them; it does so no more after this. Keeps the
-    /// first ones, so that the end of a file empties.
+    /// first ones, so that the end of a file empties. What it has passed over it does not look at again.
     pub fn next_to_punch(&mut self, kept: usize) -> Option<Begun> {
-        let filled = |segment: &Segment| segment.state == State::Free { filled: true };
-        let own = &self.table[self.own.clone()];
-        if own.iter().filter(|segment| filled(segment)).count() <= kept {
+        if self.filled <= kept {
             return None;
         }
-        let last = self.own.start + own.iter().rposition(filled)?;
+        let from = self.own.start;
+        let is_filled = |segment: &Segment| segment.state == State::Free { filled: true };
+        let last = from + self.table[from..self.filled_to].iter().rposition(is_filled)?;
         self.table[last].state = State::Writing;
-        self.free -= 1;
+        self.filled_to = last;
+        (self.free, self.filled) = (self.free - 1, self.filled - 1);
         Some(Begun { segment: last as u32, flight: self.table[last].flight })
     }
 
@@ -446,5 +457,36 @@ mod tests {
         assert_eq!(punched, [2, 1]);
         assert_eq!(segments.stats().free_bytes, 4 * WHOLE);
         assert_eq!(segments.begin(0).unwrap().segment, 0);
+    }
+
+    #[test]
+    fn what_takes_room_is_counted_and_the_last_of_it_found_whatever_happened() {
+        let mut random = fastrand::Rng::with_seed(7);
+        let mut segments = segments(40);
+        let mut full: Vec<Begun> = Vec::new();
+        for _ in 0..20_000 {
+            match random.u8(0..4) {
+                0 | 1 => full.extend(segments.begin(1).map(|begun| {
+                    segments.arrived(begun, 9);
+                    begun
+                })),
+                2 if !full.is_empty() => {
+                    let begun = full.swap_remove(random.usize(..full.len()));
+                    segments.free_record(begun.segment, 9);
+                }
+                _ => {
+                    let is_filled = |segment: &Segment| segment.state == State::Free { filled: true };
+                    let filled = segments.table.iter().filter(|segment| is_filled(segment)).count();
+                    let last = segments.table.iter().rposition(is_filled).filter(|_| filled > 3);
+                    let begun = segments.next_to_punch(3);
+                    assert_eq!(
+                        (segments.filled, begun.map(|it| it.segment as usize)),
+                        (filled - usize::from(last.is_some()), last)
+                    );
+                    begun.into_iter().for_each(|begun| segments.punched(begun));
+                }
+            }
+        }
+        assert!(segments.flights() > 1000);
     }
 }

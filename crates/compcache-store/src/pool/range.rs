@@ -32,8 +32,10 @@ impl Pool {
                 discarded += u64::from(self.discard_one(index, &mut leaf));
             });
             let metas = self.core.tree.leaf(&store.tables, leaf_first).map(|leaf| &leaf.meta);
-            if metas.is_some_and(|metas| metas.iter().all(|meta| meta.load(Relaxed) == 0)) {
-                self.core.tree.free_leaf_if_empty(&store.tables, leaf_first, &store.budget);
+            let is_empty = metas.is_some_and(|metas| metas.iter().all(|meta| meta.load(Relaxed) == 0));
+            // Where somebody just looks at one of its pages, compaction looks again.
+            if is_empty && self.core.tree.free_leaf_if_empty(&store.tables, leaf_first, &store.budget) == 0 {
+                self.core.note_emptied();
             }
         });
         self.core.counters.shard(NO_WORKER).discards.fetch_add(discarded, Relaxed);
@@ -44,10 +46,11 @@ impl Pool {
     /// serves swap. They stay, empty or not, for the pool's life.
     ///
     /// # Errors
-    /// [`StoreError::LimitReached`], [`StoreError::MemoryRefused`]; a part of the tables may be there, but not if all of them are
-    /// more than the limit leaves room for.
+    /// [`StoreError::LimitReached`], [`StoreError::MemoryRefused`]; tables that were made go with the next compaction, and where all of them are
+    /// more than the limit leaves room for none is made.
     pub fn prepare(&self, count: u64) -> Result<(), StoreError> {
-        self.core.tree.prepare(&self.store.tables, PageIndex(count), &self.store.budget)
+        let prepared = self.core.tree.prepare(&self.store.tables, PageIndex(count), &self.store.budget);
+        prepared.inspect_err(|_| self.core.note_emptied())
     }
 
     /// Calls `each` for every page of the `count` from `first` on that is stored when it is looked at, in order.

@@ -197,15 +197,16 @@ impl Tree {
     }
 
     /// Makes the leaves of the pages before `end` and has the system give their memory now. They stay, empty or not, until
-    /// [`Tree::let_go`]. Where they cannot fit, none is made: a freed leaf keeps a page.
+    /// [`Tree::let_go`]. Where they cannot fit, none is made: a freed leaf keeps a page. Who fails on the way keeps no more than before.
     pub fn prepare(&self, tables: &Tables, end: PageIndex, budget: &Budget) -> Result<(), StoreError> {
         let leaves = end.0.min(PageIndex::LIMIT).div_ceil(FANOUT as u64);
         let missing = (0..leaves).filter(|leaf| self.find(tables, *leaf).is_none()).count();
         tables.must_have_room(missing, budget)?;
         // First, so that compaction does not free what is made here.
-        self.kept_leaves.fetch_max(leaves, Ordering::Relaxed);
+        let kept_before = self.kept_leaves.fetch_max(leaves, Ordering::Relaxed);
         for leaf in 0..leaves {
-            self.make(tables, leaf, budget, Charge::Limited)?;
+            let made = self.make(tables, leaf, budget, Charge::Limited);
+            made.inspect_err(|_| self.kept_leaves.store(kept_before, Ordering::Relaxed))?;
             if let Some(number) = self.find(tables, leaf) {
                 let leaf = tables.leaf(number);
                 // Changes nothing, and is a write to each page; adding nothing would be made a read.
@@ -226,10 +227,11 @@ impl Tree {
     /// Frees the leaf that begins at `first` if every page of it is absent and nobody is using it just now. Returns the
     /// bytes given back.
     pub fn free_leaf_if_empty(&self, tables: &Tables, first: PageIndex, budget: &Budget) -> u64 {
+        let mut growth = tables.grow.lock();
+        // Looked at now: who makes those that stay may have held the lock.
         if leaf_of(first) < self.kept_leaves.load(Ordering::Relaxed) {
             return 0;
         }
-        let mut growth = tables.grow.lock();
         let Some(number) = self.find(tables, leaf_of(first)) else { return 0 };
         let leaf = tables.leaf(number);
         // `grow` is held while slots are locked, against the lock order: safe because these locks never wait.

@@ -32,7 +32,7 @@ use compcache_block::loop_device_over;
 use compcache_store::{
     Backing, BackingConfig, BackingStats, DailyWrites, FileMedium, Health, Leaving, Pool, Store, Worker,
 };
-use rustix::fs::OFlags;
+use rustix::fs::{OFlags, ioctl_blksszget};
 
 use crate::control::{BackingChange, BackingState, BackingWanted, DailyState, Reply};
 use crate::kernel::clock_ns;
@@ -305,6 +305,15 @@ fn open_device(path: &Path, overwrite: bool) -> anyhow::Result<(File, u64)> {
             path.display()
         );
     }
+    let sector_bytes = ioctl_blksszget(&device).with_context(|| format!("{} has no sectors", path.display()))?;
+    if sector_bytes > 4096 {
+        bail!(
+            "{} has sectors of {}, and a backing is read in pages of 4096 bytes; make a file system on it, and the backing a file there (not \
+             for swap)",
+            path.display(),
+            Shown(sector_bytes.into())
+        );
+    }
     let bytes = device.seek(SeekFrom::End(0)).with_context(|| format!("{} has no size", path.display()))?;
     Ok((device, bytes))
 }
@@ -380,7 +389,7 @@ impl Reclaimer {
             self.tell();
             if tidied.elapsed() >= BETWEEN_ATTEMPTS {
                 self.relieve(tidied.elapsed());
-                self.backing.tidy();
+                self.backing.tidy(|| !self.stop.load(Ordering::Acquire));
                 tidied = Instant::now();
             }
             thread::park_timeout(BETWEEN_LOOKS);

@@ -85,6 +85,15 @@ fn readable(device: &Path, written: &[u8]) -> Vec<bool> {
     })
 }
 
+/// Runs a command where the server sees what is mounted: it has a table of mounts of its own, which need not hear of the machine's.
+#[track_caller]
+fn in_mounts_of(server: &Server, command: &[&str]) {
+    let pid = server.child.id().to_string();
+    let output = Command::new("nsenter").args(["-t", &pid, "-m"]).args(command).output();
+    let output = output.expect("nsenter can be started");
+    assert!(output.status.success(), "{command:?}: {}", said(&output));
+}
+
 /// The file behind a backing: it has no name, but its server has it open.
 fn nameless(server: &Server, name: &str) -> PathBuf {
     let descriptors = fs::read_dir(format!("/proc/{}/fd", server.child.id())).expect("it runs");
@@ -510,22 +519,16 @@ fn a_place_on_a_disk_of_the_same_server_is_no_backing_and_no_origin() {
     let at = at.display().to_string();
     let device =
         server.ok(&["disk", "create", "--transport", "loop", "--mkfs", "ext4", "--size", "32M"]).trim().to_owned();
-    // Where the server sees it: it has a table of mounts of its own.
-    let in_its_mounts = |program: &str, arguments: &[&str]| {
-        let server = server.child.id().to_string();
-        let line = [&["-t", &server, "-m", program], arguments].concat();
-        assert!(Command::new("nsenter").args(&line).status().is_ok_and(|status| status.success()), "nsenter {line:?}");
-    };
-    in_its_mounts("mount", &[&device, &at]);
+    in_mounts_of(&server, &["mount", &device, &at]);
     let (new, old) = (format!("{at}/backing"), format!("{at}/image"));
-    in_its_mounts("truncate", &["-s", "1M", &old]);
+    in_mounts_of(&server, &["truncate", "-s", "1M", &old]);
     for place in [&new, &device] {
         let create = ["disk", "create", "--size", "64M", "--transport", "nbd", "--backing", place];
         server.refuses(&create, &[place, "a disk of this server"]);
     }
     server.refuses(&["disk", "create", "--transport", "nbd", "--origin", &old], &[&old, "a disk of this server"]);
-    in_its_mounts("test", &["!", "-e", &new]);
-    in_its_mounts("umount", &[&at]);
+    in_mounts_of(&server, &["test", "!", "-e", &new]);
+    in_mounts_of(&server, &["umount", &at]);
     server.ok(&["disk", "rm", "disk0"]);
 }
 
@@ -557,4 +560,37 @@ fn a_device_is_a_backing_if_nothing_is_on_it_or_that_may_be_overwritten() {
     // It was given back with nothing on it, as far as anybody looks.
     server.ok(&create);
     server.ok(&["disk", "rm", "d"]);
+}
+
+#[test]
+fn a_disk_of_sectors_larger_than_a_page_is_no_backing_and_a_file_on_it_is() {
+    if !requires(
+        &[&LOOP_DEVICE[..], &[Feature::LargeSectors, Feature::Program("mkfs.xfs"), Feature::Program("nsenter")]]
+            .concat(),
+    ) {
+        return;
+    }
+    let place = scratch();
+    let (image, at) = (place.path().join("image"), place.path().join("at"));
+    File::create(&image).and_then(|file| file.set_len(512 << 20)).expect("there is room");
+    let device = LoopDevice::with(&["--sector-size", "16384", image.to_str().expect("a plain name")]);
+    let made = Command::new("mkfs.xfs").args(["-q", "-s", "size=16384", "-b", "size=16384", &device.0]).output();
+    assert!(made.as_ref().is_ok_and(|made| made.status.success()), "{made:?}");
+    fs::create_dir(&at).expect("there is room");
+    let server = Server::start(&["--memory", "8M"]);
+    let path = at.to_str().expect("a plain name");
+    in_mounts_of(&server, &["mount", &device.0, path]);
+    let file = at.join("backing");
+    let create = ["disk", "create", "--name", "d", "--size", "64M", "--transport", "loop", "--backing"];
+    let disk = server.ok(&[&create[..], &[file.to_str().expect("a plain name")]].concat());
+    let written = contents(24 * MIB);
+    assert_eq!(fill(Path::new(disk.trim()), &written), written.len() / BLOCK);
+    assert!(server.stat("d", "bd_count") > 1000);
+    assert!(readable(Path::new(disk.trim()), &written).iter().all(|read| *read));
+    server.ok(&["disk", "rm", "d"]);
+    in_mounts_of(&server, &["umount", path]);
+    server.refuses(
+        &[&create[..], &[&device.0, "--backing-overwrite"]].concat(),
+        &["sectors of 16.0 KiB", "a file there"],
+    );
 }

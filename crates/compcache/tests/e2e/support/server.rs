@@ -144,8 +144,15 @@ pub struct LoopDevice(pub String);
 impl LoopDevice {
     #[track_caller]
     pub fn over(file: &str) -> LoopDevice {
-        let made = Command::new("losetup").args(["--find", "--show", file]).output().expect("losetup can be started");
-        assert!(made.status.success(), "losetup {file}: {}", said(&made));
+        LoopDevice::with(&[file])
+    }
+
+    /// As [`LoopDevice::over`], with what else losetup is told.
+    #[track_caller]
+    pub fn with(arguments: &[&str]) -> LoopDevice {
+        let made = Command::new("losetup").args(["--find", "--show"]).args(arguments).output();
+        let made = made.expect("losetup can be started");
+        assert!(made.status.success(), "losetup {arguments:?}: {}", said(&made));
         LoopDevice(String::from_utf8_lossy(&made.stdout).trim().to_owned())
     }
 }
