@@ -26,17 +26,19 @@
 //!
 //! A page that is alive keeps its group: so an entry that a locked slot names is in use, and stays so while the slot is locked.
 //!
-//! Lock order: a slot, then a group, then the arena's; `growth` with none of them below it.
+//! Lock order: a slot, then what is set aside for groups, then a group, then the arena's; `growth` with none of them below it.
 //!
 //! Arithmetic: docs/design/tiers.md. What else was thought of: docs/decisions/0025-groups-of-cold-pages.md.
 
 #![allow(unsafe_code)]
 
+mod aside;
 mod opened;
 mod recompressor;
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+pub(crate) use aside::Aside;
 pub(crate) use opened::Opened;
 pub(crate) use recompressor::Candidate;
 pub use recompressor::Recompressor;

@@ -36,12 +36,12 @@
 //! 0. a flight of a backing, its cleaning (both while its medium is written to; nobody waits for them), its plan (while it gathers)
 //! 1. the registry of pools (one step of compaction or of a flight; making and dropping pools)
 //! 2. slots, by page index when two are held
-//! 3. the growth of tables (takes slots only by trying); a group of pages
+//! 3. the growth of tables (takes slots only by trying); what is set aside for groups, then a group of pages
 //! 4. a size class, then the source of spans; the table of groups
 //! 5. the growth of a region; the segments of a backing, and its count of what is written in a day
 //!
 //! Every lock but the first two is held for well under a microsecond, system calls that grow a region aside; the lock of a
-//! slot also while its object is decoded.
+//! slot also while its object is decoded, and what is set aside for groups while one is copied to its place.
 //!
 //! Arithmetic, waste and worst cases: docs/design/pool.md; of the backing: docs/design/backing.md.
 

@@ -10,7 +10,7 @@ use crate::codec::{Dictionaries, DictionaryId};
 use crate::compact::Registry;
 use crate::config::{PoolConfig, StoreConfig};
 use crate::error::StoreError;
-use crate::groups::Groups;
+use crate::groups::{Aside, Groups};
 use crate::lock::Mutex;
 use crate::page::PAGE_SIZE;
 use crate::pool::Pool;
@@ -27,6 +27,7 @@ pub struct Store {
     pub(crate) arena: Arena,
     pub(crate) tables: Tables,
     pub(crate) groups: Groups,
+    pub(crate) aside: Mutex<Aside>,
     pub(crate) budget: Budget,
     pub(crate) dictionaries: Dictionaries,
     pub(crate) registry: Mutex<Registry>,
@@ -51,6 +52,7 @@ impl Store {
                 (config.reserve_bytes / GROUPS_SHARE).max(PAGE_SIZE as u64) as usize,
                 config.lock_in_ram,
             )?,
+            aside: Mutex::new(Aside::default()),
             budget: Budget::new(config.limit_bytes),
             dictionaries: Dictionaries::new(),
             registry: Mutex::new(Registry::new()),

@@ -275,20 +275,32 @@ fn a_full_store_takes_pages_again_after_recompressing_and_never_passes_its_limit
     let mut place = Place::new();
     let limit = 8 << 20;
     place.store.set_limit_bytes(limit);
-    // As a front end has it: made before memory is short.
-    place.write(0, 0);
-    place.recompress(0).unwrap();
+    // As a front end has it: told so before memory is short.
+    place.recompressor.set_aside().unwrap();
     let write = |place: &mut Place, index| place.pool.write(&mut place.worker, PageIndex(index), &heap(index, 0));
-    let mut full = 1;
+    let mut full = 0;
     while write(&mut place, full).is_ok() {
         full += 1;
     }
     assert!(write(&mut place, full).is_err());
+    // By another one, as a command has it: what was set aside is for all of them.
+    let first = core::mem::replace(&mut place.recompressor, Recompressor::new(&place.store, 3).unwrap());
     let pages = place.recompress(0).unwrap();
     assert!(pages as u64 > full / 10 * 9, "{pages} of {full}");
     assert!(write(&mut place, full).is_ok(), "{} of {limit} are used", place.store.mem_used_total_bytes());
     assert!(place.store.mem_used_max_bytes() <= limit, "{}", place.store.mem_used_max_bytes());
     (0..=full).for_each(|index| place.must_hold(index, 0));
+    drop(first);
+}
+
+#[test]
+fn a_full_store_with_room_between_its_pages_can_be_recompressed_by_whoever_comes() {
+    let mut place = Place::new().filled(PAGES);
+    (0..PAGES).filter(|index| index % 2 == 1).for_each(|index| _ = place.pool.discard(PageIndex(index)));
+    let limit = place.store.mem_used_total_bytes();
+    place.store.set_limit_bytes(limit);
+    assert_eq!(place.recompress(0), Ok(PAGES as usize / 2));
+    assert!(place.store.mem_used_max_bytes() <= limit);
 }
 
 #[test]

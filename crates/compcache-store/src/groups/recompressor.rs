@@ -2,17 +2,12 @@
 
 use alloc::sync::Arc;
 
-use super::{CREDIT_FOR_GROUP, FRAME_BYTES_MAX, GROUP_BYTES, MEMBERS_MAX};
+use super::{FRAME_BYTES_MAX, GROUP_BYTES, MEMBERS_MAX};
 use crate::backing::buffer::Buffer;
-use crate::budget::Credit;
 use crate::codec::GroupCompressor;
 use crate::error::StoreError;
 use crate::page::{PAGE_SIZE, Page, PageIndex};
 use crate::store::Store;
-
-/// Memory that making groups may touch is set aside while there is some, so that it works when there is none.
-const CREDIT_ASIDE: u64 = 256 << 10;
-const CREDIT_SHARE: u64 = 64;
 
 /// A page that is to be in the next group.
 #[derive(Clone, Copy)]
@@ -28,7 +23,8 @@ pub(crate) struct Candidate {
 /// Context and buffers for making groups ([`Pool::recompress`](crate::Pool::recompress)): all of its memory is taken when it is made,
 /// a megabyte of addresses or some, touched as far as the level needs it; using it allocates nothing.
 ///
-/// It belongs to one store, and holds up to 256 KiB of credit against its limit.
+/// It belongs to one store. All of a store have up to 256 KiB of credit against its limit together, from the first step on
+/// or from when they are told to ([`Recompressor::set_aside`]): a full store can be recompressed if one had it before.
 pub struct Recompressor {
     store: Arc<Store>,
     compressor: GroupCompressor,
@@ -38,7 +34,6 @@ pub struct Recompressor {
     count: usize,
     /// Where the last step ended before it had enough, of which pool: the next one goes on with what it has, if it begins there.
     goes_on: Option<(u64, PageIndex)>,
-    pub(crate) credit: Credit,
     /// Whether what becomes free is brought together here.
     pub(crate) compacts: bool,
 }
@@ -49,15 +44,17 @@ impl Recompressor {
     /// # Errors
     /// [`StoreError::NoSuchCodec`] for the level, [`StoreError::MemoryRefused`], [`StoreError::CodecFailed`].
     pub fn new(store: &Arc<Store>, level: i8) -> Result<Recompressor, StoreError> {
+        let (compressor, frame, pages) =
+            (GroupCompressor::new(level)?, Buffer::new(FRAME_BYTES_MAX)?, Buffer::new(GROUP_BYTES)?);
+        store.aside.lock().join();
         Ok(Recompressor {
             store: store.clone(),
-            compressor: GroupCompressor::new(level)?,
-            frame: Buffer::new(FRAME_BYTES_MAX)?,
-            pages: Buffer::new(GROUP_BYTES)?,
+            compressor,
+            frame,
+            pages,
             candidates: [None; MEMBERS_MAX],
             count: 0,
             goes_on: None,
-            credit: Credit::default(),
             compacts: true,
         })
     }
@@ -67,6 +64,14 @@ impl Recompressor {
     pub fn without_compaction(mut self) -> Recompressor {
         self.compacts = false;
         self
+    }
+
+    /// Sets aside the memory for making groups now, while the store has some, rather than with the first step.
+    ///
+    /// # Errors
+    /// [`StoreError::LimitReached`]: there is none. It is tried again with each step.
+    pub fn set_aside(&self) -> Result<(), StoreError> {
+        self.store.aside.lock().credit(&self.store.budget).map(drop)
     }
 
     pub(crate) fn store(&self) -> &Arc<Store> {
@@ -117,33 +122,14 @@ impl Recompressor {
         self.compressor.compress(&self.pages[..count * PAGE_SIZE], &mut self.frame)
     }
 
-    /// The frame, and the credit that making a group of it takes.
-    pub(crate) fn frame(&mut self, length: usize) -> (&[u8], &mut Credit) {
-        (&self.frame[..length], &mut self.credit)
-    }
-
-    /// Makes sure of the credit for one group.
-    ///
-    /// # Errors
-    /// [`StoreError::LimitReached`], also where the store has not fallen to 90 % yet, but never before 100 %: what is made
-    /// with the credit gives more back than it takes.
-    pub(crate) fn admit(&mut self) -> Result<(), StoreError> {
-        if self.credit.bytes >= CREDIT_FOR_GROUP {
-            return Ok(());
-        }
-        let budget = &self.store.budget;
-        let aside = CREDIT_ASIDE.min(budget.limit_bytes() / CREDIT_SHARE) / PAGE_SIZE as u64 * PAGE_SIZE as u64;
-        let charge = |wanted: u64| {
-            let missing = wanted.saturating_sub(self.credit.bytes);
-            budget.charge_if_it_fits(missing).map(|()| missing)
-        };
-        self.credit.bytes += charge(aside.max(CREDIT_FOR_GROUP)).or_else(|_| charge(CREDIT_FOR_GROUP))?;
-        Ok(())
+    /// The frame.
+    pub(crate) fn frame(&self, length: usize) -> &[u8] {
+        &self.frame[..length]
     }
 }
 
 impl Drop for Recompressor {
     fn drop(&mut self) {
-        self.store.budget.uncharge(self.credit.bytes);
+        self.store.aside.lock().leave(&self.store.budget);
     }
 }

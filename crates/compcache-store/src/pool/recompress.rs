@@ -75,7 +75,7 @@ impl Pool {
         worker.must_be_of(&self.store);
         assert!(core::ptr::eq(&*self.store, &**recompressor.store()), "a recompressor serves one store");
         // Taken while there is some, for when there is none.
-        let _ = recompressor.admit();
+        let _ = recompressor.set_aside();
         let mut done = Recompressed { next: self.gather(worker, recompressor, &cold, from), ..Recompressed::default() };
         if recompressor.is_paused() {
             return Ok(done);
@@ -188,14 +188,15 @@ impl Pool {
         (after <= before - before / SAVED_PART).then_some(length)
     }
 
-    /// Has credit for a group; where there is none, what the last ones freed is brought together first.
-    fn make_room(&self, worker: &mut Worker, recompressor: &mut Recompressor) -> Result<(), StoreError> {
-        recompressor.admit().or_else(|refused| {
+    /// Has credit for a group; where there is none, what has room, by the last ones or whoever else, is brought together first.
+    fn make_room(&self, worker: &mut Worker, recompressor: &Recompressor) -> Result<(), StoreError> {
+        recompressor.set_aside().or_else(|refused| {
             if !recompressor.compacts {
                 return Err(refused);
             }
-            self.store.compact_after(worker, 0, true);
-            recompressor.admit()
+            // One byte, so that it is done in any case: others may have left room without saying so.
+            self.store.compact_after(worker, 1, true);
+            recompressor.set_aside()
         })
     }
 
@@ -203,15 +204,18 @@ impl Pool {
     fn settle(
         &self,
         worker: &mut Worker,
-        recompressor: &mut Recompressor,
+        recompressor: &Recompressor,
         count: usize,
         length: usize,
         done: &mut Recompressed,
     ) -> Result<(), StoreError> {
         let store = &self.store;
-        let (frame, credit) = recompressor.frame(length);
-        let all = u16::MAX >> (MEMBERS_MAX - count);
-        let (group, size) = store.groups.add(frame, all, &store.arena, &store.budget, credit)?;
+        let (frame, all) = (recompressor.frame(length), u16::MAX >> (MEMBERS_MAX - count));
+        let (group, size) = {
+            let mut aside = store.aside.lock();
+            let credit = aside.credit(&store.budget)?;
+            store.groups.add(frame, all, &store.arena, &store.budget, credit)?
+        };
         for (place, (candidate, page)) in recompressor.candidates().take(count).enumerate() {
             let member = Member { group, place: place as u8, read_once: false, checksum: checksum::of(page, None) };
             match self.lock_if_same(worker, &candidate, page) {

@@ -269,6 +269,8 @@ impl Tools {
         let memory = "there is no memory to recompress in";
         let worker = Worker::new(store, clock_ns).context(memory)?;
         let recompressor = Recompressor::new(store, level).context(memory)?;
+        // By the thread, which is there before any disk: so a full server can be recompressed, by the thread and by commands.
+        let _ = recompressor.set_aside();
         Ok(Tools { store: store.clone(), worker, recompressor, level })
     }
 
@@ -331,6 +333,26 @@ mod tests {
             assert!(pool.stats().grouped_pages < PAGES, "it went on to the end");
             done
         })
+    }
+
+    #[test]
+    fn a_full_server_takes_blocks_again_once_it_is_told_to_recompress() {
+        let store = Store::new(StoreConfig { limit_bytes: 4 << 20, ..StoreConfig::default() }).unwrap();
+        let cold = Cold::start(store.clone()).unwrap();
+        let pool = store.create_pool(PoolConfig::default()).unwrap();
+        let mut worker = Worker::new(&store, clock_ns).unwrap();
+        let mut write = |index: u64| {
+            // Each has the same noise, and so compresses beside others alone.
+            let page: Vec<u8> =
+                (0..4096u64).map(|at| if at < 2048 { (at * at >> 3) as u8 } else { index as u8 }).collect();
+            pool.write(&mut worker, PageIndex(index), page.as_slice().try_into().unwrap())
+        };
+        let full = (0..).find(|index| write(*index).is_err()).unwrap();
+        let presence = Presence::default();
+        let done = cold.recompress(&pool, Recompress::DEFAULT_LEVEL, None, &presence.present()).unwrap();
+        assert!(done.pages > full / 10 * 9, "{done:?} of {full}");
+        write(full).unwrap();
+        assert!(store.mem_used_max_bytes() <= 4 << 20);
     }
 
     #[test]
