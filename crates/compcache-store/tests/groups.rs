@@ -6,6 +6,7 @@
 mod content;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use compcache_store::{
     Backing, BackingConfig, Fetcher, FileMedium, Page, PageIndex, Pool, PoolConfig, Read, Recompressor, Store,
@@ -291,6 +292,45 @@ fn a_full_store_takes_pages_again_after_recompressing_and_never_passes_its_limit
     assert!(place.store.mem_used_max_bytes() <= limit, "{}", place.store.mem_used_max_bytes());
     (0..=full).for_each(|index| place.must_hold(index, 0));
     drop(first);
+}
+
+#[test]
+fn a_pool_that_is_written_to_while_it_is_recompressed_never_passes_its_own_limit() {
+    const FULL: u64 = 512;
+    for round in 0..60 {
+        let mut place = Place::new();
+        // The tables of all that will be written are there, and take nothing more.
+        (0..2 * FULL).for_each(|index| {
+            let word = [1; 4096];
+            place.pool.write(&mut place.worker, PageIndex(index), &word).unwrap();
+        });
+        let place = place.filled(FULL);
+        let limit = place.pool.stats().mem_used_total + 5000;
+        place.pool.set_limit_bytes(limit);
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut worker = Worker::new(&place.store, || 0).unwrap();
+                let mut index = FULL;
+                while !is_over.load(Relaxed) {
+                    // Ends the refusing at the limit, so that what becomes free is taken at once.
+                    place.pool.set_limit_bytes(limit);
+                    let written = place.pool.write(&mut worker, PageIndex(index), &heap(index, round));
+                    index = if written.is_ok() && index + 1 < 2 * FULL { index + 1 } else { index };
+                }
+            });
+            let mut worker = Worker::new(&place.store, || 0).unwrap();
+            let mut recompressor = Recompressor::new(&place.store, 3).unwrap();
+            let (mut next, mut most) = (Some(PageIndex(0)), 0);
+            while let Some(from) = next {
+                let done = place.pool.recompress(&mut worker, &mut recompressor, 0..=255, from);
+                next = done.ok().and_then(|done| done.next);
+                most = most.max(place.pool.stats().mem_used_total);
+            }
+            is_over.store(true, Relaxed);
+            assert!(most <= limit, "{most} of {limit} in round {round}");
+        });
+    }
 }
 
 #[test]

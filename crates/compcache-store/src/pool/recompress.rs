@@ -216,10 +216,14 @@ impl Pool {
             let credit = aside.credit(&store.budget)?;
             store.groups.add(frame, all, &store.arena, &store.budget, credit)?
         };
+        // The group is counted last, so that a pool at its own limit is not above it meanwhile. Until then as much of it is held as its pages
+        // give up, so that writers do not fill that.
+        let mut held = self.core.hold();
         for (place, (candidate, page)) in recompressor.candidates().take(count).enumerate() {
             let member = Member { group, place: place as u8, read_once: false, checksum: checksum::of(page, None) };
             match self.lock_if_same(worker, &candidate, page) {
                 Some(guard) => {
+                    held.grow((candidate.slot_bytes as u64).min(size.slot_bytes as u64 - held.bytes()));
                     self.core.replace_aged(store, guard, Slot::Grouped(member), worker.number, candidate.age);
                     done.pages += 1;
                     done.before_bytes += candidate.slot_bytes as u64;
@@ -229,7 +233,6 @@ impl Pool {
         }
         let shard = self.core.counters.shard(worker.number);
         shard.recompressed.fetch_add(done.pages as u64, Relaxed);
-        // Last, so that a pool at its own limit is not above it meanwhile.
         shard.change(Footprint::ABSENT, Footprint::group(size));
         done.after_bytes = size.slot_bytes as u64;
         Ok(())

@@ -41,13 +41,31 @@ pub(crate) struct PoolLimit {
     refusing: AtomicBool,
 }
 
-/// A page's worth of a pool's limit, held while one is written.
-pub(super) struct Reservation<'p>(Option<&'p PoolLimit>);
+/// A part of a pool's limit, held while something is made that is not counted yet: a page's worth while one is written. Of a pool without a limit it is
+/// nothing.
+pub(super) struct Reservation<'p> {
+    limit: Option<&'p PoolLimit>,
+    bytes: u64,
+}
+
+impl Reservation<'_> {
+    /// Holds so much more, whether it is there or not: for what takes the place of something else. Returns what all hold now.
+    pub fn grow(&mut self, bytes: u64) -> u64 {
+        self.limit.map_or(0, |limit| {
+            self.bytes += bytes;
+            limit.reserved.fetch_add(bytes, Ordering::AcqRel) + bytes
+        })
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
 
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
-        if let Some(limit) = self.0 {
-            limit.reserved.fetch_sub(PAGE_SIZE as u64, Ordering::AcqRel);
+        if let Some(limit) = self.limit {
+            limit.reserved.fetch_sub(self.bytes, Ordering::AcqRel);
         }
     }
 }
@@ -68,13 +86,18 @@ impl PoolLimit {
 }
 
 impl PoolCore {
+    /// Nothing of the limit yet.
+    pub(super) fn hold(&self) -> Reservation<'_> {
+        Reservation { limit: (self.limit.bytes() != u64::MAX).then_some(&self.limit), bytes: 0 }
+    }
+
     pub(super) fn reserve(&self) -> Result<Reservation<'_>, StoreError> {
         let limit = self.limit.bytes();
-        if limit == u64::MAX {
-            return Ok(Reservation(None));
+        let mut reservation = self.hold();
+        if reservation.limit.is_none() {
+            return Ok(reservation);
         }
-        let reserved = self.limit.reserved.fetch_add(PAGE_SIZE as u64, Ordering::AcqRel) + PAGE_SIZE as u64;
-        let reservation = Reservation(Some(&self.limit));
+        let reserved = reservation.grow(PAGE_SIZE as u64);
         let used = self.used_bytes();
         let refused = StoreError::LimitReached { used_bytes: used, limit_bytes: limit };
         if self.limit.refusing.load(Relaxed) && used > accept_bytes(limit) {
