@@ -2,7 +2,7 @@
 
 use alloc::sync::Arc;
 
-use super::{FRAME_BYTES_MAX, GROUP_BYTES, MEMBERS_MAX};
+use super::{FRAME_BYTES_MAX, GROUP_BYTES, GroupId, MEMBERS_MAX};
 use crate::backing::buffer::Buffer;
 use crate::codec::GroupCompressor;
 use crate::error::StoreError;
@@ -13,8 +13,8 @@ use crate::store::Store;
 #[derive(Clone, Copy)]
 pub(crate) struct Candidate {
     pub index: PageIndex,
-    /// It comes from a sparse group.
-    pub in_group: bool,
+    /// The sparse group it comes from.
+    pub group: Option<GroupId>,
     pub age: u8,
     /// What it takes now.
     pub slot_bytes: usize,

@@ -24,7 +24,7 @@ use super::{Pool, PoolCore, write};
 use crate::checksum;
 use crate::codec::Codec;
 use crate::error::StoreError;
-use crate::groups::{Candidate, GroupSize, MEMBERS_LEAST, MEMBERS_MAX, Recompressor};
+use crate::groups::{Candidate, GroupId, GroupSize, MEMBERS_LEAST, MEMBERS_MAX, Recompressor};
 use crate::page::{PAGE_SIZE, Page, PageIndex};
 use crate::slot::{self, Member, Object, Slot};
 use crate::stats::Footprint;
@@ -164,8 +164,7 @@ impl Pool {
             let tried = worker.codecs.compress(TRIED_LEVEL, page, &self.store.dictionaries);
             tried.ok().filter(|(_, bytes)| bytes.len() <= RAW_WORTH_BYTES)?;
         }
-        let in_group = matches!(slot, Slot::Grouped(_));
-        recompressor.push(Candidate { index, in_group, age, slot_bytes });
+        recompressor.push(Candidate { index, group: group_of(slot), age, slot_bytes });
         Some(())
     }
 
@@ -242,16 +241,18 @@ impl Pool {
     fn lock_if_same(&self, worker: &mut Worker, candidate: &Candidate, page: &Page) -> Option<SlotGuard<'_>> {
         let guard = self.core.tree.lock(&self.store.tables, candidate.index, &mut worker.leaf)?;
         // Compaction may have moved the object, and its place may be another's: what counts is what it holds.
-        let same = guard.age() == candidate.age && self.core.holds(&self.store, worker, &guard, page);
+        // But for who else recompresses: what it has put into a group is not put into another.
+        let same = guard.age() == candidate.age
+            && group_of(guard.get()) == candidate.group
+            && self.core.holds(&self.store, worker, &guard, page);
         same.then_some(guard)
     }
 
     /// Gives those of the first `count` candidates objects of their own that were gathered from sparse groups and come into no other.
     fn scatter(&self, worker: &mut Worker, recompressor: &Recompressor, count: usize) {
         for (candidate, page) in recompressor.candidates().take(count) {
-            if candidate.in_group
+            if candidate.group.is_some()
                 && let Some(guard) = self.lock_if_same(worker, &candidate, page)
-                && let Slot::Grouped(_) = guard.get()
             {
                 // If there is no room, it stays in its group.
                 let _ = self.leave_group(worker, guard, page);
@@ -270,6 +271,10 @@ impl Pool {
     }
 }
 
+fn group_of(slot: Slot) -> Option<GroupId> {
+    if let Slot::Grouped(member) = slot { Some(member.group) } else { None }
+}
+
 impl PoolCore {
     /// Whether what a slot leads to in the arena is this page.
     pub(crate) fn holds(&self, store: &Store, worker: &mut Worker, guard: &SlotGuard<'_>, page: &Page) -> bool {
@@ -285,5 +290,64 @@ impl PoolCore {
             Slot::Grouped(member) => opened.page(store, codecs, &member) == Some(page),
             _ => false,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::sync::Arc;
+
+    use super::*;
+    use crate::config::{PoolConfig, StoreConfig};
+
+    const ALL: RangeInclusive<u8> = 0..=u8::MAX;
+
+    fn text(index: u64) -> Page {
+        let words = (0..512u64).map(|word| if word % 4 == 0 { (index * 977 + word * word) % 10007 } else { 7 });
+        let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+        bytes.try_into().unwrap()
+    }
+
+    /// A pool with the pages `0..count`, and two who recompress.
+    fn place(count: u64) -> (Arc<Pool>, Worker, [Recompressor; 2]) {
+        let store = Store::new(StoreConfig { reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap();
+        let pool = store.create_pool(PoolConfig::default()).unwrap();
+        let mut worker = Worker::new(&store, || 0).unwrap();
+        for index in 0..count {
+            pool.write(&mut worker, PageIndex(index), &text(index)).unwrap();
+        }
+        let recompressors = [(); 2].map(|()| Recompressor::new(&store, 3).unwrap());
+        (pool, worker, recompressors)
+    }
+
+    fn settled(pool: &Pool, worker: &mut Worker, recompressor: &mut Recompressor, count: usize) -> Recompressed {
+        let mut done = Recompressed::default();
+        let length = recompressor.compress(count).unwrap();
+        pool.settle(worker, recompressor, count, length, &mut done).unwrap();
+        done
+    }
+
+    #[test]
+    fn what_another_has_put_into_a_group_meanwhile_stays_there() {
+        let (pool, mut worker, [mut slow, mut quick]) = place(16);
+        pool.gather(&mut worker, &mut slow, &ALL, PageIndex(0));
+        assert_eq!(pool.recompress(&mut worker, &mut quick, ALL, PageIndex(0)).unwrap().pages, 16);
+        assert_eq!(settled(&pool, &mut worker, &mut slow, 16).pages, 0);
+        assert_eq!((pool.stats().pages_recompressed, pool.stats().grouped_pages), (16, 16));
+        // The same for what both have found in groups of which little is alive.
+        let (pool, mut worker, [mut slow, mut quick]) = place(64);
+        for from in (0..64).step_by(16) {
+            assert_eq!(pool.recompress(&mut worker, &mut quick, ALL, PageIndex(from)).unwrap().pages, 16);
+        }
+        (0..64).filter(|index| index % 4 != 0).for_each(|index| assert!(pool.discard(PageIndex(index))));
+        pool.gather(&mut worker, &mut slow, &ALL, PageIndex(0));
+        assert_eq!(pool.recompress(&mut worker, &mut quick, ALL, PageIndex(0)).unwrap().pages, 16);
+        assert_eq!(settled(&pool, &mut worker, &mut slow, 16).pages, 0);
+        assert_eq!((pool.stats().pages_recompressed, pool.stats().grouped_pages), (80, 16));
+        (0..64).step_by(4).for_each(|index| {
+            let mut page = [0; PAGE_SIZE];
+            pool.read(&mut worker, PageIndex(index), &mut page).unwrap();
+            assert!(page == text(index), "page {index}");
+        });
     }
 }
