@@ -161,6 +161,11 @@ impl Budget {
         self.uncharge(bytes);
     }
 
+    #[cfg(test)]
+    pub fn charged_bytes(&self) -> u64 {
+        self.charged.load(Ordering::Relaxed)
+    }
+
     pub fn used_bytes(&self) -> u64 {
         self.used.load(Ordering::Relaxed)
     }

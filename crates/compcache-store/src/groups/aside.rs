@@ -1,7 +1,7 @@
 //! Memory set aside for making groups, while there is some: so that they can be made when there is none.
 //!
 //! A group takes memory before it gives more of it back. What is set aside is credit against the limit ([`crate::budget`]), of which making one takes
-//! at most 40 KiB. All recompressors of a store have it together, so that one that is made when the store is full
+//! at most 40 KiB, and a page that leaves a sparse one 12. All recompressors of a store have it together, so that one that is made when the store is full
 //! (a command) works with what another (the thread that does so all the time) has set aside.
 //!
 //! Lock order: below a slot, above a group.
@@ -32,8 +32,13 @@ impl Aside {
     pub fn leave(&mut self, budget: &Budget) {
         self.recompressors -= 1;
         if self.recompressors == 0 {
-            budget.uncharge(core::mem::take(&mut self.credit).bytes);
+            self.give_back(budget);
         }
+    }
+
+    /// Nothing is set aside any more.
+    pub fn give_back(&mut self, budget: &Budget) {
+        budget.uncharge(core::mem::take(&mut self.credit).bytes);
     }
 
     /// The credit, with enough of it for a group.

@@ -255,7 +255,7 @@ impl Pool {
                 && let Some(guard) = self.lock_if_same(worker, &candidate, page)
             {
                 // If there is no room, it stays in its group.
-                let _ = self.leave_group(worker, guard, page);
+                let _ = self.leave_group_aside(worker, guard, page);
             }
         }
     }
@@ -268,6 +268,17 @@ impl Pool {
         let (id, compressed) = worker.codecs.compress(self.codec(), page, &store.dictionaries)?;
         let (codec, bytes, _) = write::form(id, compressed, page);
         self.place(guard, codec, bytes, &mut worker.credit, worker.number)
+    }
+
+    /// As [`Pool::leave_group`], with what is set aside for groups, so that nobody is refused for it.
+    fn leave_group_aside(&self, worker: &mut Worker, guard: SlotGuard<'_>, page: &Page) -> Result<(), StoreError> {
+        let store = &self.store;
+        let (id, compressed) = worker.codecs.compress(self.codec(), page, &store.dictionaries)?;
+        let (codec, bytes, _) = write::form(id, compressed, page);
+        let mut aside = store.aside.lock();
+        let credit = aside.credit(&store.budget)?;
+        let _reservation = self.core.reserve_if_it_fits()?;
+        self.place(guard, codec, bytes, credit, worker.number)
     }
 }
 
@@ -349,5 +360,31 @@ mod tests {
             pool.read(&mut worker, PageIndex(index), &mut page).unwrap();
             assert!(page == text(index), "page {index}");
         });
+    }
+
+    #[test]
+    fn nobody_is_refused_for_a_page_that_cannot_leave_its_group() {
+        for is_pools in [false, true] {
+            let (pool, mut worker, [mut recompressor, _]) = place(64);
+            assert_eq!(pool.recompress(&mut worker, &mut recompressor, ALL, PageIndex(0)).unwrap().pages, 16);
+            // Three are left of the group: too few for another.
+            (3..16).chain(19..64).for_each(|index| assert!(pool.discard(PageIndex(index))));
+            let mut writer = Worker::new(&pool.store, || 0).unwrap();
+            pool.write(&mut writer, PageIndex(100), &text(100)).unwrap();
+            // Room for the writer, who has its credit, and for nothing else.
+            let mut other = Worker::new(&pool.store, || 0).unwrap();
+            if is_pools {
+                pool.set_limit_bytes(pool.core.used_bytes() + PAGE_SIZE as u64 + 100);
+                let held = pool.core.reserve_if_it_fits().unwrap();
+                pool.recompress(&mut other, &mut recompressor, 200..=255, PageIndex(0)).unwrap();
+                drop(held);
+            } else {
+                pool.store.aside.lock().give_back(&pool.store.budget);
+                pool.store.set_limit_bytes(pool.store.budget.charged_bytes() + PAGE_SIZE as u64);
+                pool.recompress(&mut other, &mut recompressor, 200..=255, PageIndex(0)).unwrap();
+            }
+            assert_eq!(pool.stats().grouped_pages, 3, "there was room");
+            assert!(pool.write(&mut writer, PageIndex(101), &text(101)).is_ok(), "a writer was refused: {is_pools}");
+        }
     }
 }

@@ -109,6 +109,19 @@ impl PoolCore {
     }
 }
 
+impl PoolCore {
+    /// As [`PoolCore::reserve`], also while writes are refused; and where there is no room, nobody else is refused for it.
+    pub(super) fn reserve_if_it_fits(&self) -> Result<Reservation<'_>, StoreError> {
+        let mut reservation = self.hold();
+        let reserved = reservation.grow(PAGE_SIZE as u64);
+        let (used_bytes, limit_bytes) = (self.used_bytes(), self.limit.bytes());
+        match used_bytes + reserved > limit_bytes {
+            true => Err(StoreError::LimitReached { used_bytes, limit_bytes }),
+            false => Ok(reservation),
+        }
+    }
+}
+
 impl Pool {
     /// Stores `page` as page `index`; what the page held before is freed.
     ///
