@@ -119,6 +119,8 @@ impl Store {
                 done.freed_bytes += self.arena.retire_kept(&self.budget);
                 let empty_leaves = registry.pools.iter().fold(false, |any, pool| pool.take_emptied() | any);
                 if !self.arena.choose_sparse() && !empty_leaves {
+                    // There may be no group left either.
+                    done.freed_bytes += self.groups.trim(&self.budget);
                     return Compacted { finished: true, ..done };
                 }
                 Sweep { pool: 0, next: PageIndex(0), is_absent: true, group: 0 }

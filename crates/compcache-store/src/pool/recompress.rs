@@ -387,4 +387,13 @@ mod tests {
             assert!(pool.write(&mut writer, PageIndex(101), &text(101)).is_ok(), "a writer was refused: {is_pools}");
         }
     }
+
+    #[test]
+    fn the_table_of_groups_goes_back_when_all_pages_are_discarded_at_once() {
+        let (pool, mut worker, [mut recompressor, _]) = place(16);
+        assert_eq!(pool.recompress(&mut worker, &mut recompressor, ALL, PageIndex(0)).unwrap().pages, 16);
+        assert_eq!(pool.discard_range(PageIndex(0), PageIndex::LIMIT), 16);
+        while !pool.store.compact(&mut worker, 100).finished {}
+        assert_eq!(pool.store.groups.trim(&pool.store.budget), 0, "it was still there");
+    }
 }
