@@ -52,7 +52,7 @@ struct Sweep {
 /// What one step of compaction did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Compacted {
-    /// Objects moved.
+    /// Objects moved, also those of groups, which [`PoolStats::pages_compacted`](crate::PoolStats::pages_compacted) does not know of.
     pub moved: usize,
     /// Memory given back to the system, in bytes.
     pub freed_bytes: u64,

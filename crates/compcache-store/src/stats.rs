@@ -253,7 +253,7 @@ pub const TABLE: &[Stat] = stats! {
     "mem_used_total", "MemUsedTotal", Bytes, |s| s.mem_used_total,
         "slot_bytes and table_bytes: the pool's share. The store's own figure is what the system gave.";
     "mem_used_max", "", Bytes, |s| s.mem_used_max, "The most the store has held from the system.";
-    "pages_compacted", "", Pages, |s| s.pages_compacted, "Objects moved by compaction.";
+    "pages_compacted", "", Pages, |s| s.pages_compacted, "Objects moved by compaction; not those of groups, which are no pool's.";
     "grouped_pages", "", Pages, |s| s.grouped_pages, "Pages in groups: cold ones that were compressed again, together.";
     "group_bytes", "", Bytes, |s| s.group_bytes, "The part of compr_data_size that is groups.";
     "pages_recompressed", "", Pages, |s| s.pages_recompressed, "Pages that were put into groups.";
