@@ -234,17 +234,23 @@ pub enum SpillNews {
     LostPage = 4,
     /// What a copy of a process was to read could not be handed over, and was brought back into memory.
     Recalled = 5,
+    /// A copy of a process finds none of the files that a process may know without pages that it needs.
+    NoPart = 6,
+    /// There were as many copies, or a process has written as often, as what is written can be told apart.
+    NoNumbers = 7,
 }
 
 impl SpillNews {
     /// All of them.
-    pub const ALL: [SpillNews; 6] = [
+    pub const ALL: [SpillNews; 8] = [
         SpillNews::NoFile,
         SpillNews::NoSpace,
         SpillNews::Max,
         SpillNews::WriteFailed,
         SpillNews::LostPage,
         SpillNews::Recalled,
+        SpillNews::NoPart,
+        SpillNews::NoNumbers,
     ];
 }
 

@@ -238,7 +238,7 @@ impl Spill {
         self.adopt();
         let Some(part) = self.backing.own_part() else {
             self.is_failing.store(true, Release);
-            return;
+            return pager.region.note_spill(self.why_full(SpillNews::NoPart), 0);
         };
         let path = CStr::from_bytes_with_nul(&self.path).unwrap_or(c"");
         match unnamed_file(path) {
@@ -248,6 +248,11 @@ impl Spill {
                 pager.region.note_spill(SpillNews::NoFile, errno.raw_os_error());
             }
         }
+    }
+
+    /// What is to be told where nothing more can be written: this, unless there are no numbers for it.
+    fn why_full(&self, news: SpillNews) -> SpillNews {
+        if self.backing.is_out_of_flights() { SpillNews::NoNumbers } else { news }
     }
 
     /// Whether there is a file to write to.
@@ -272,7 +277,7 @@ impl Spill {
 
     /// Memory of ours that is neither in the pool nor there without a spill, bytes.
     pub fn used_bytes(&self) -> u64 {
-        let flown = self.backing.flights() & ((1 << 40) - 1) > 0;
+        let flown = self.backing.own_flights() > 0;
         // An image and the copies for it: docs/design/backing.md.
         let flight = if flown { self.files.segment_bytes * 21 / 10 } else { 0 };
         flight + self.touched_bytes.load(Relaxed)
@@ -448,7 +453,7 @@ impl Spill {
             (Ok(reclaimed), Health::Good) => !reclaimed.finished,
             (Err(MediumError::System { errno }), _) => self.fail(pager, SpillNews::WriteFailed, errno),
             (Ok(_) | Err(MediumError::NoSpace), _) if !self.files.has_room() => self.fail(pager, SpillNews::Max, 0),
-            (Ok(_), Health::Full) => self.fail(pager, SpillNews::Max, 0),
+            (Ok(_), Health::Full) => self.fail(pager, self.why_full(SpillNews::Max), 0),
             (Err(MediumError::NoSpace), _) => self.fail(pager, SpillNews::NoSpace, 0),
             (..) => self.fail(pager, SpillNews::WriteFailed, 0),
         }

@@ -24,8 +24,10 @@ use alloc::sync::Arc;
 use super::{Backing, BackingConfig, Health, Medium};
 use crate::error::StoreError;
 
-/// Flights of one process in a lineage, as a power of two: at a thousand a second, for 34 years.
-const FLIGHTS_BITS: u32 = 40;
+/// Flights of one process in a lineage, as a power of two. The rest of a number is for copies, 2^30 of them, which come to an end after 124 days at a
+/// hundred a second; so do flights of 64 KiB, the smallest there are, at 100 MB a second. Then nothing more is written.
+const FLIGHTS_BITS: u32 = 34;
+const OWN_FLIGHTS: u64 = (1 << FLIGHTS_BITS) - 1;
 
 impl Backing {
     /// A backing that copies of the process can read, and write to a part of their own: `parts` of them, of
@@ -38,7 +40,9 @@ impl Backing {
         config: BackingConfig,
         parts: usize,
     ) -> Result<Arc<Backing>, StoreError> {
-        Backing::with_parts(medium, config, parts, false)
+        let backing = Backing::with_parts(medium, config, parts, false)?;
+        backing.segments.lock().end_after(OWN_FLIGHTS);
+        Ok(backing)
     }
 
     /// The bytes of a part.
@@ -62,6 +66,17 @@ impl Backing {
         self.segments.lock().flights()
     }
 
+    /// Those of this process, of a backing that was made for copies.
+    pub fn own_flights(&self) -> u64 {
+        self.flights() & OWN_FLIGHTS
+    }
+
+    /// Whether there is no number for another flight of this process, and it writes nothing any more: it is a copy for which there was none, or has used
+    /// all of its own.
+    pub fn is_out_of_flights(&self) -> bool {
+        self.segments.lock().is_out_of_flights()
+    }
+
     /// Leaves what the flights up to this one have written where it is, though nobody in this process wants it any more; with a
     /// smaller number than before, the rest becomes free. With 0, all of it. Between this and the copy there may be no flight: what it
     /// writes the copy could read, and nobody would hold.
@@ -80,10 +95,12 @@ impl Backing {
             self.segments.free_after_fork();
             self.health.free_after_fork();
         }
-        // A number that another process may have had is none: nothing is sealed with it.
+        // A number that another process may have had is none: nothing is sealed with it, and there are no flights of it.
         let is_number = (1..1 << (u64::BITS - FLIGHTS_BITS)).contains(&number);
         let mut segments = self.segments.lock();
-        segments.begin_part(self.part_segments, number << FLIGHTS_BITS);
+        let none_yet = number << FLIGHTS_BITS;
+        segments.begin_part(self.part_segments, none_yet);
+        segments.end_after(if is_number { none_yet | OWN_FLIGHTS } else { none_yet });
         if is_number {
             self.key.begin_copy();
         } else {

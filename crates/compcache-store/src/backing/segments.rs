@@ -81,6 +81,8 @@ pub(super) struct Segments {
     filled: usize,
     live_bytes: u64,
     flights: u64,
+    /// The last one there may be.
+    last_flight: u64,
     any_chosen: bool,
 }
 
@@ -107,6 +109,7 @@ impl Segments {
             filled: 0,
             live_bytes: 0,
             flights: 0,
+            last_flight: u64::MAX,
             any_chosen: false,
         })
     }
@@ -132,6 +135,16 @@ impl Segments {
         (self.filled_to, self.filled) = (self.own.start, 0);
         (self.free, self.live_bytes, self.held_until) = (self.own.len(), 0, 0);
         (self.flights, self.any_chosen) = (flights, false);
+    }
+
+    /// Nothing is written after this flight.
+    pub fn end_after(&mut self, last_flight: u64) {
+        self.last_flight = last_flight;
+    }
+
+    /// Whether that one has begun.
+    pub fn is_out_of_flights(&self) -> bool {
+        self.flights >= self.last_flight
     }
 
     /// This process writes nothing.
@@ -178,7 +191,7 @@ impl Segments {
 
     /// A free segment, of those that take room already if there is one, else the first. Leaves `spare` of them alone.
     pub fn begin(&mut self, spare: usize) -> Option<Begun> {
-        if self.free <= spare {
+        if self.free <= spare || self.is_out_of_flights() {
             return None;
         }
         let is_filled = |segment: &Segment| segment.state == State::Free { filled: true };
@@ -370,6 +383,14 @@ mod tests {
 
     fn chosen(segments: &mut Segments, room: u64) -> Option<u32> {
         segments.choose(room).map(|begun| begun.segment)
+    }
+
+    #[test]
+    fn nothing_begins_after_the_last_flight() {
+        let mut segments = Segments::new(4, WHOLE, 1).unwrap();
+        segments.end_after(1);
+        assert_eq!(segments.begin(0).unwrap().flight, 1);
+        assert!(segments.is_out_of_flights() && segments.begin(0).is_none(), "its number is another's");
     }
 
     #[test]

@@ -26,7 +26,7 @@ fn a_copy_reads_what_its_parent_wrote_and_writes_to_a_part_of_its_own() {
     // Nothing is copied here: this process is its own child.
     // SAFETY: nobody else uses the backing.
     unsafe { place.backing.begin_copy(1) };
-    assert_eq!(place.backing.flights() >> 40, 1, "a copy would seal with what its parent has used");
+    assert_eq!(place.backing.flights() >> 34, 1, "a copy would seal with what its parent has used");
     assert_eq!(place.backing.own_part(), Some(1));
     (0..100).for_each(|index| assert!(place.fetch(index).unwrap() == noise(index, 0), "page {index}"));
     // Others, the parent's again, and some of the parent's discarded: enough to clean its own part many times.
@@ -44,13 +44,13 @@ fn a_copy_reads_what_its_parent_wrote_and_writes_to_a_part_of_its_own() {
     // The copy's copy finds the last part, and its copy none; when the first has died, that is free for another.
     // SAFETY: as above.
     unsafe { place.backing.begin_copy(2) };
-    assert_eq!(place.backing.flights() >> 40, 2, "a copy would seal with what its parent has used");
+    assert_eq!(place.backing.flights() >> 34, 2, "a copy would seal with what its parent has used");
     assert_eq!(place.backing.own_part(), Some(2));
     place.write(500, &noise(500, 0));
     place.reclaim_all();
     // SAFETY: as above.
     unsafe { place.backing.begin_copy(3) };
-    assert_eq!(place.backing.flights() >> 40, 3, "a copy would seal with what its parent has used");
+    assert_eq!(place.backing.flights() >> 34, 3, "a copy would seal with what its parent has used");
     assert_eq!((place.backing.own_part(), place.backing.health()), (None, Health::Full));
     place.write(501, &noise(501, 0));
     assert_eq!(place.reclaim(), Ok(0), "there is no part that it could write to");
@@ -59,10 +59,30 @@ fn a_copy_reads_what_its_parent_wrote_and_writes_to_a_part_of_its_own() {
     assert!(!place.backing.is_part_alive(0) && place.backing.is_part_alive(1));
     // SAFETY: as above.
     unsafe { place.backing.begin_copy(4) };
-    assert_eq!(place.backing.flights() >> 40, 4, "a copy would seal with what its parent has used");
+    assert_eq!(place.backing.flights() >> 34, 4, "a copy would seal with what its parent has used");
     assert_eq!(place.backing.own_part(), Some(0));
     place.reclaim_all();
     assert!(place.fetch(501).unwrap() == noise(501, 0) && place.fetch(60).unwrap() == noise(60, 11));
+}
+
+#[test]
+fn a_copy_for_which_there_is_no_number_writes_nothing_and_says_so() {
+    for (number, is_one) in [(1, true), ((1 << 30) - 1, true), (1 << 30, false), (u64::MAX, false)] {
+        let mut place = place_for_copies(Memory::new(1, Faults::NONE).medium(), config(32));
+        (0..50).for_each(|index| place.write(index, &noise(index, 0)));
+        place.reclaim_all();
+        // SAFETY: nobody else uses the backing.
+        unsafe { place.backing.begin_copy(number) };
+        assert_eq!(
+            (place.backing.is_out_of_flights(), place.backing.own_part().is_some()),
+            (!is_one, is_one),
+            "{number}"
+        );
+        (50..100).for_each(|index| place.write(index, &noise(index, 0)));
+        assert_eq!(place.reclaim().unwrap() > 0, is_one, "{number}");
+        assert_eq!(place.backing.own_flights() > 0, is_one, "{number}");
+        (0..100).for_each(|index| assert!(place.fetch(index).unwrap() == noise(index, 0), "page {index}"));
+    }
 }
 
 #[test]

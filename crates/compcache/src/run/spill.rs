@@ -147,6 +147,16 @@ fn words(news: SpillNews, errno: i32) -> String {
              which may exceed --ram."
                 .into()
         }
+        SpillNews::NoPart => {
+            "a process copied itself (fork) so often in a row that the copy needs the files of all before it. It has none of \
+             its own, and keeps to memory, where it may exceed --ram."
+                .into()
+        }
+        SpillNews::NoNumbers => {
+            "there were so many copies of processes (fork), or one has written so much, that a process has no file of its own any \
+             more. It keeps to memory, where it may exceed --ram; start the program anew."
+                .into()
+        }
     }
 }
 
