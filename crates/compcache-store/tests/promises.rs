@@ -578,6 +578,22 @@ fn a_pools_own_limit_holds_for_it_alone() {
 }
 
 #[test]
+fn the_tables_of_pages_far_from_each_other_do_not_take_a_pool_past_its_limit() {
+    let store = store(u64::MAX);
+    let (pool, mut worker) = pool(&store);
+    // At ends that a page, a leaf and nodes do not meet at once.
+    for extra in 0..8 {
+        pool.discard_range(PageIndex(0), PageIndex::LIMIT);
+        let limit = MIB + extra * 4096;
+        pool.set_limit_bytes(limit);
+        let far = |nth: u64| PageIndex(nth * (1 << 11) + (nth % 3) * (1 << 21));
+        let refused = (0..).find(|nth| pool.write(&mut worker, far(*nth), &page_of(*nth, 50)).is_err()).unwrap();
+        let used = pool.stats().mem_used_total;
+        assert!(used <= limit && refused > 40, "{used} of {limit} after {refused} pages");
+    }
+}
+
+#[test]
 fn a_changed_codec_leaves_old_pages_readable() {
     let store = store(u64::MAX);
     let (pool, mut worker) = pool(&store);

@@ -5,7 +5,7 @@
 //! | gather   | up to 16 cold pages, in the order of their indexes, are decoded        | the slot of each    |
 //! | compress | all of them, as one frame; if that is too long, the first eight        | none                |
 //! | decide   | a group that saves less than an eighth of what its pages take is none  | none                |
-//! | add      | the frame goes to the arena, where there is room below the limit       | none                |
+//! | add      | the frame goes to the arena, with memory that is set aside for it      | what is set aside   |
 //! | settle   | each slot whose page is still the same says where it is now            | that slot           |
 //!
 //! So nobody waits for compression, and what was written, discarded or used meanwhile is not in the group; its bit is cleared.

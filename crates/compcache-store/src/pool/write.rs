@@ -92,12 +92,17 @@ impl PoolCore {
     }
 
     pub(super) fn reserve(&self) -> Result<Reservation<'_>, StoreError> {
+        self.reserve_with(|| 0)
+    }
+
+    /// As [`PoolCore::reserve`], for a page whose tables may have to be made as well, of so many bytes.
+    fn reserve_with(&self, table_bytes: impl FnOnce() -> u64) -> Result<Reservation<'_>, StoreError> {
         let limit = self.limit.bytes();
         let mut reservation = self.hold();
         if reservation.limit.is_none() {
             return Ok(reservation);
         }
-        let reserved = reservation.grow(PAGE_SIZE as u64);
+        let reserved = reservation.grow(PAGE_SIZE as u64 + table_bytes());
         let used = self.used_bytes();
         let refused = StoreError::LimitReached { used_bytes: used, limit_bytes: limit };
         if self.limit.refusing.load(Relaxed) && used > accept_bytes(limit) {
@@ -169,7 +174,8 @@ impl Pool {
             return Ok(Written::SameFilled);
         }
         // Room first, work second.
-        let admitted = store.admit(&mut worker.credit).and_then(|()| self.core.reserve());
+        let table_bytes = || self.core.tree.missing_bytes(&store.tables, index);
+        let admitted = store.admit(&mut worker.credit).and_then(|()| self.core.reserve_with(table_bytes));
         match admitted.and_then(|_reservation| self.write_object(worker, index, page)) {
             Err(refused @ (StoreError::LimitReached { .. } | StoreError::MemoryRefused { .. })) => {
                 self.write_in_place(worker, index, page, refused)

@@ -175,6 +175,19 @@ impl Tree {
         step(&tables.node(node).0[lower])
     }
 
+    /// What making the leaf of `index` would add to [`Tree::bytes`]; nothing if it is there.
+    pub fn missing_bytes(&self, tables: &Tables, index: PageIndex) -> u64 {
+        let (root, upper, lower) = split(leaf_of(index));
+        let mut entry = &self.root[root];
+        for (at, nodes) in [(upper, 2), (lower, 1)] {
+            match entry.load(Ordering::Acquire) {
+                NONE => return (nodes * size_of::<super::Node>() + size_of::<Leaf>()) as u64,
+                node => entry = &tables.node(node).0[at],
+            }
+        }
+        if entry.load(Ordering::Acquire) == NONE { size_of::<Leaf>() as u64 } else { 0 }
+    }
+
     #[cold]
     fn make(&self, tables: &Tables, leaf: u64, budget: &Budget, charge: Charge) -> Result<(), StoreError> {
         let mut growth = tables.grow.lock();
