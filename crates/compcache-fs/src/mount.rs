@@ -7,9 +7,9 @@ use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -154,7 +154,9 @@ impl Mount {
             tree.linger.get_or_init(|| Linger::new(connection));
         }
         let notifier = session.notifier();
-        let started = thread::Builder::new().name("notices".into()).spawn(move || tell(&heard, &notifier, &inodes));
+        let told = Arc::downgrade(&tree);
+        let tell = move || tell(&heard, &notifier, &inodes, &told);
+        let started = thread::Builder::new().name("notices".into()).spawn(tell);
         started.map_err(|error| FsError::Thread { error })?;
         start_upkeep(&cache, options.exclusive)?;
         jobs.start(Arc::downgrade(&tree)).map_err(|error| FsError::Thread { error })?;
@@ -337,17 +339,25 @@ fn start_upkeep(cache: &Arc<Cache<Stamp>>, keeps_written: bool) -> Result<(), Fs
 fn watched(notices: &Sender<Notice>) -> Result<Arc<Watches>, FsError> {
     let watches = Watches::new().map_err(|error| FsError::Watch { error: error.into() })?;
     let (watches, notices) = (Arc::new(watches), notices.clone());
-    let started = watches.start(move |number| notices.send(Notice::Outdated(number)).is_ok());
+    let started = watches.start(move |number| notices.send(Notice::Changed(number)).is_ok());
     started.map_err(|error| FsError::Thread { error })?;
     Ok(watches)
 }
 
 /// Tells the kernel what it must hear. Not done by a thread that serves: the kernel may wait for a request meanwhile.
-fn tell(notices: &Receiver<Notice>, notifier: &Notifier, inodes: &Inodes) {
+fn tell(notices: &Receiver<Notice>, notifier: &Notifier, inodes: &Inodes, tree: &Weak<Tree>) {
+    // A file that the kernel does not know any more needs nothing.
+    let outdated = |number| drop(notifier.inval_inode(number, 0, 0));
     while let Ok(notice) = notices.recv() {
         match notice {
-            // A file that the kernel does not know any more needs nothing.
-            Notice::Outdated(number) => drop(notifier.inval_inode(number, 0, 0)),
+            Notice::Outdated(number) => outdated(number),
+            Notice::Changed(number) => {
+                // First: what it then asks for must not be answered from there.
+                if let Some(tree) = tree.upgrade() {
+                    tree.was_changed(number);
+                }
+                outdated(number);
+            }
             Notice::Crowded => {
                 inodes.heard();
                 make_room(notifier, inodes);

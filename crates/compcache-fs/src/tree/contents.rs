@@ -191,6 +191,14 @@ impl Tree {
         self.cache.drop_file(id);
     }
 
+    /// Somebody has changed a file, behind the mount perhaps. The file may look as it did when we read it: its time is given at the beginning of a write, and
+    /// what was read before the end of it may be what was there before.
+    pub fn was_changed(&self, number: INodeNo) {
+        if let Ok(node) = self.inodes.get(number) {
+            self.forget_pages(node.id);
+        }
+    }
+
     pub fn close_file(&self, handle: FileHandle) {
         let Some(open) = self.files.remove(handle) else { return };
         self.ahead.close(&open);
@@ -285,6 +293,7 @@ fn flags_below(flags: OpenFlags) -> OFlags {
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::path::Path;
     use std::sync::mpsc::channel;
     use std::thread::sleep;
     use std::time::Duration;
@@ -307,20 +316,45 @@ mod tests {
         }
     }
 
-    #[test]
-    fn the_kernel_keeps_pages_only_of_a_version_that_it_has_dropped_others_for() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("f");
+    fn tree(directory: &Path, exclusive: bool) -> Tree {
         let parts = Parts {
-            inodes: Arc::new(Inodes::new(directory.path()).unwrap()),
-            cache: Arc::new(Cache::new(1 << 20, Codec::Lz4).unwrap()),
-            exclusive: false,
+            inodes: Arc::new(Inodes::new(directory).unwrap()),
+            cache: Arc::new(Cache::new(2 << 20, Codec::Lz4).unwrap()),
+            exclusive,
             remembered: Duration::ZERO,
             watches: None,
             notices: channel().0,
             by_rings: false,
         };
-        let (tree, _jobs) = Tree::new(parts);
+        Tree::new(parts).0
+    }
+
+    #[test]
+    fn what_was_read_before_the_end_of_a_write_is_forgotten_when_that_is_noticed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("f");
+        // Where nobody else changes files, the time is not looked at: as if it were that of the beginning of the write.
+        let tree = tree(directory.path(), true);
+        fs::write(&path, "what was there before").unwrap();
+        let number = tree.find(INodeNo::ROOT, OsStr::new("f")).unwrap().node.number;
+        let handle = tree.open_file(number, OpenFlags(0)).unwrap().0;
+        let read = || {
+            let mut read = Vec::new();
+            tree.read_file(handle, 0, 100, &mut read);
+            String::from_utf8(read).unwrap()
+        };
+        assert_eq!(read(), "what was there before");
+        fs::write(&path, "what was written then").unwrap();
+        assert_eq!(read(), "what was there before", "found in the cache");
+        tree.was_changed(number);
+        assert_eq!(read(), "what was written then");
+    }
+
+    #[test]
+    fn the_kernel_keeps_pages_only_of_a_version_that_it_has_dropped_others_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("f");
+        let tree = tree(directory.path(), false);
         let open = || {
             let number = tree.find(INodeNo::ROOT, OsStr::new("f")).unwrap().node.number;
             let (handle, how) = tree.open_file(number, OpenFlags(0)).unwrap();

@@ -2,7 +2,7 @@
 
 use std::ffi::{CString, OsString};
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -18,6 +18,8 @@ use crate::mount_posix::as_user;
 use crate::support::{PATIENCE, Tree, can_mount, scratch};
 
 const MIB: usize = 1 << 20;
+/// Longer than a file's times need to tell its versions apart.
+const SETTLED: Duration = Duration::from_millis(100);
 
 /// A file system that is mounted below the source of a tree, and unmounted after that.
 struct Below {
@@ -224,6 +226,56 @@ fn a_long_direct_append_that_there_is_no_room_for_leaves_nothing_out_of_its_midd
     }
     drop(file);
     below.tree().unmount();
+}
+
+#[test]
+fn what_was_read_before_the_end_of_a_write_behind_the_mount_is_not_kept_if_that_is_watched_for() {
+    if !can_mount(&["python3"]) {
+        return;
+    }
+    let tree = Tree::mounted(&["--watch"]);
+    let (old, new) = (vec![1; 4 * MIB], vec![2; 4 * MIB]);
+    fs::write(tree.source().join("f"), &old).unwrap();
+    // What is written comes from a file of a tree whose server does not answer for now. By then the file that is written to has its time.
+    let slow = Tree::mounted(&[]);
+    fs::write(slow.source().join("new"), &new).unwrap();
+    let modified = || fs::metadata(tree.source().join("f")).unwrap().modified().unwrap();
+    thread::sleep(SETTLED);
+    let above = File::open(tree.target().join("f")).unwrap();
+    let before = modified();
+    let program = "import mmap, os, sys
+new, f = os.open(sys.argv[1], os.O_RDONLY), os.open(sys.argv[2], os.O_WRONLY)
+new = mmap.mmap(new, 0, prot=mmap.PROT_READ)
+print('ready', flush=True)
+input()
+assert os.pwrite(f, new, 0) == len(new)";
+    let mut writer = Command::new("python3");
+    writer.args(["-c", program]).arg(slow.target().join("new")).arg(tree.source().join("f"));
+    let mut writer = writer.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    writer.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).unwrap();
+    // SAFETY: it takes numbers, and the process is our child, not yet waited for.
+    let send = |signal| assert_eq!(unsafe { libc::kill(slow.child.id() as i32, signal) }, 0);
+    send(libc::SIGSTOP);
+    writer.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    let begun = Instant::now();
+    while modified() == before {
+        assert!(begun.elapsed() < PATIENCE, "the write does not begin");
+        thread::sleep(Duration::from_millis(10));
+    }
+    thread::sleep(SETTLED);
+    let last = || {
+        let mut page = [0; 4096];
+        above.read_exact_at(&mut page, (4 * MIB - 4096) as u64).unwrap();
+        page[0]
+    };
+    assert_eq!(last(), 1);
+    send(libc::SIGCONT);
+    assert!(writer.wait().unwrap().success());
+    let begun = Instant::now();
+    while last() != 2 {
+        assert!(begun.elapsed() < PATIENCE, "what was there before is read still");
+        thread::sleep(Duration::from_millis(20));
+    }
 }
 
 #[test]
