@@ -20,7 +20,7 @@
 //!
 //! The idea of holding files by O_PATH is libfuse's `passthrough_ll`. One lock, held for a few map operations and never around a system call.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -97,6 +97,8 @@ struct Known {
     node: Arc<Node>,
     /// How often the kernel was given the number, less how often it forgot it.
     lookups: u64,
+    /// When it was met; never, if it is not to be forgotten.
+    met: Option<u64>,
 }
 
 #[derive(Default)]
@@ -105,8 +107,18 @@ struct Table {
     by_id: HashMap<FileId, u64>,
     /// The root's first.
     devices: Vec<u64>,
-    /// In the order they were met; some are forgotten already, or here twice.
-    met: VecDeque<u64>,
+    /// Which file was met when, of those that the kernel may be asked to forget: counted, not timed.
+    met: BTreeMap<u64, u64>,
+    meetings: u64,
+}
+
+impl Table {
+    /// A file counts as met last.
+    fn meet(&mut self, number: u64) -> u64 {
+        self.meetings += 1;
+        self.met.insert(self.meetings, number);
+        self.meetings
+    }
 }
 
 /// All of them.
@@ -134,7 +146,7 @@ impl Inodes {
         let mut table = Table { devices: vec![id.dev], ..Table::default() };
         table.by_id.insert(id, INodeNo::ROOT.0);
         // Never forgotten.
-        table.by_number.insert(INodeNo::ROOT.0, Known { node: root.clone(), lookups: u64::MAX / 2 });
+        table.by_number.insert(INodeNo::ROOT.0, Known { node: root.clone(), lookups: u64::MAX / 2, met: None });
         let room = allow_many_descriptors().saturating_sub(SPARE);
         let crowded = usize::try_from(room / 2).unwrap_or(usize::MAX);
         Ok(Inodes {
@@ -176,10 +188,8 @@ impl Inodes {
         let is_directory = FileType::from_raw_mode(stat.stx_mode.into()).is_dir();
         let node = Arc::new(Node::new(INodeNo(number), &stat, fd, parent, name));
         table.by_id.insert(id, number);
-        table.by_number.insert(number, Known { node: node.clone(), lookups: 1 });
-        if !is_directory {
-            table.met.push_back(number);
-        }
+        let met = (!is_directory).then(|| table.meet(number));
+        table.by_number.insert(number, Known { node: node.clone(), lookups: 1, met });
         Ok((node, stat))
     }
 
@@ -206,16 +216,13 @@ impl Inodes {
     /// The file that was met first of those that are known, by a name it had; it counts as met last from now on.
     pub fn oldest(&self) -> Option<(INodeNo, OsString)> {
         let mut table = self.lock();
-        for _ in 0..table.met.len() {
-            let number = table.met.pop_front()?;
-            if let Some(known) = table.by_number.get(&number) {
-                let node = known.node.clone();
-                table.met.push_back(number);
-                drop(table);
-                return Some(node.found.lock().unwrap_or_else(PoisonError::into_inner).clone());
-            }
-        }
-        None
+        let (_, number) = table.met.pop_first()?;
+        let met = table.meet(number);
+        let known = table.by_number.get_mut(&number)?;
+        known.met = Some(met);
+        let node = known.node.clone();
+        drop(table);
+        Some(node.found.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 
     /// Whether so many open files may have a second descriptor each: those are a quarter of all at most.
@@ -248,6 +255,7 @@ impl Inodes {
         let gone = table.by_number.remove(&number.0);
         if let Some(known) = &gone {
             table.by_id.remove(&known.node.id);
+            known.met.map(|met| table.met.remove(&met));
         }
         drop(table);
         // Closed only here, outside the lock.
@@ -326,6 +334,26 @@ mod tests {
         assert_eq!(inodes.get(one.number).err(), Some(Errno::STALE));
         assert_eq!(inodes.oldest(), None);
         assert!(inodes.get(INodeNo::ROOT).is_ok(), "the root stays");
+    }
+
+    #[test]
+    fn nothing_is_left_of_a_file_that_was_forgotten() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        let _files = ["a", "b", "c"].map(|name| File::create(path(name)).unwrap());
+        let inodes = Inodes::new(directory.path()).unwrap();
+        let give = |name: &str| inodes.give(place(&path(name)), INodeNo::ROOT, OsStr::new(name)).unwrap().0.number;
+        let [a, _, c] = ["a", "b", "c"].map(give);
+        for _ in 0..100 {
+            inodes.forget(a, 1);
+            assert_eq!(give("a"), a);
+        }
+        assert_eq!(inodes.count(), 3);
+        let oldest = || inodes.oldest().unwrap().1;
+        assert_eq!([oldest(), oldest(), oldest(), oldest()], ["b", "c", "a", "b"]);
+        inodes.forget(c, 1);
+        assert_eq!([oldest(), oldest(), oldest()], ["a", "b", "a"]);
+        assert_eq!(inodes.count(), 2);
     }
 
     #[test]
