@@ -11,7 +11,11 @@
 //! | again at 101 ms | 200 ms    | another  | the old are dropped |
 //!
 //! The same as git's treatment of "racily clean" files. A clock that is ahead of ours (a file server's) makes every new file young until
-//! ours has caught up: slower, never wrong.
+//! ours has caught up: slower, never wrong. One that is behind makes it seem old too soon, and of two changes within one step of that clock the second is missed
+//! by who read in between; no margin would be the right one.
+//!
+//! A file is given its time when a write begins. What one long call writes 40 ms later and more is not told from what was there before: no age would be enough,
+//! for a write to a busy disk takes seconds, and with each second more that is asked for, more of what was just made would be read again and again. Who watches is told at the end of the call.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
