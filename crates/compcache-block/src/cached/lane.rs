@@ -154,7 +154,7 @@ impl CachedLane {
     ) -> Result<Outcome, DeviceError> {
         let (page, mut found) = (place_of(first).1 + run.start as u32, [false; SEGMENT]);
         let found = &mut found[..run.len()];
-        self.disk.cache.get(&mut self.worker, token, page, &mut into[run.clone()], found);
+        self.disk.cache.get_again(&mut self.worker, token, page, &mut into[run.clone()], found);
         for part in exactly_missing(found) {
             done!(self.read_below(token, first, run.start + part.start..run.start + part.end, into, manner));
         }

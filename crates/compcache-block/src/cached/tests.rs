@@ -226,6 +226,8 @@ fn a_block_that_cannot_be_read_below_hurts_nobody_while_it_is_in_the_pool() {
         assert!(*bytes == expected, "block {block}");
     }
     assert!(disk.below_stats().failed > 0, "it was read along");
+    let stats = disk.cache().stats();
+    assert_eq!(stats.succ_gets + stats.failed_gets, 12, "each block was asked for once");
     disk.cache().clear();
     assert!(lane.read(0, &mut blocks, WAITING).is_err());
     assert_eq!(lane.read(0, &mut blocks[..5 * BLOCK_BYTES], WAITING), DONE);

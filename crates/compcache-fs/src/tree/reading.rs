@@ -196,7 +196,7 @@ impl Tree {
             }
             // What was found does not have to be read; but it was read over.
             let mut again = vec![false; run.len()];
-            self.cache.get(worker, token, (first + run.start as u64) as u32, &mut pages[run.clone()], &mut again);
+            self.cache.get_again(worker, token, (first + run.start as u64) as u32, &mut pages[run.clone()], &mut again);
             for part in exactly_missing(&again) {
                 let part = run.start + part.start..run.start + part.end;
                 let read = self.read_run(open, first, part.clone(), pages, size_bytes)?;
