@@ -166,6 +166,17 @@ impl<S: Copy + PartialEq> Index<S> {
             + (self.queues.length() * 16 + self.files.count() * 160) as u64
     }
 
+    /// Takes the last page out that has to go for so many places to be all, of those before this one. Says where it is in the pool, as [`Index::evict`] does.
+    pub fn evict_beyond(&mut self, wanted: usize, before: u32) -> Option<u32> {
+        let (place, slot, page) = self.queues.last_beyond(wanted, before)?;
+        self.charged_bytes -= charge(self.queues.bytes_of(place));
+        if let Some(file) = self.files.at(slot) {
+            file.pages.remove(&page);
+        }
+        self.files.tidy(slot);
+        Some(place)
+    }
+
     /// Adds a stored page to a file. While there is room for all, main takes what the small queue has no room for: who reads a file in order that is larger
     /// than the cache, again and again, then finds its beginning, where a queue alone would have none of it at any time.
     pub fn admit(&mut self, slot: u32, page: u32, place: u32, bytes: u16, is_of_read: bool, to_main: bool) {

@@ -263,7 +263,7 @@ impl<S: Copy + PartialEq> Cache<S> {
     fn get_some(&self, worker: &mut Worker, token: Token, first: u32, pages: &mut [Page], found: &mut [bool]) {
         found.fill(false);
         // Page, place and version.
-        let (mut places, mut count) = ([(0, 0, 0); AT_ONCE], 0);
+        let (mut places, mut count) = ([(0, 0, None); AT_ONCE], 0);
         {
             let index = &mut *self.lock();
             let is_same = index.turns.of(token.id).generation == token.generation;
@@ -557,6 +557,7 @@ impl<S: Copy + PartialEq> Cache<S> {
         self.fit_store(index);
         let target = if limit_bytes < LEAST_BYTES { 0 } else { index.target_bytes(15) };
         self.shrink(index, target, false);
+        self.fit_tables(index);
     }
 
     /// Changes what pages are compressed with from now on.
@@ -577,6 +578,7 @@ impl<S: Copy + PartialEq> Cache<S> {
                 let index = &mut *cache.lock();
                 index.simulate();
                 cache.trim(index, false);
+                cache.fit_tables(index);
                 compacted = Instant::now();
             }
             if keeps_written {
@@ -637,6 +639,22 @@ impl<S: Copy + PartialEq> Cache<S> {
         if rest != self.store.limit_bytes() {
             self.store.set_limit_bytes(rest);
         }
+    }
+
+    /// Gives tables back that are too large for the limit, or for what is here. Some of the pages go for it, wherever the queues have them.
+    fn fit_tables(&self, index: &mut Index<S>) {
+        let wanted = index.queues.places_wanted(index.limit_bytes);
+        if !index.queues.has_beyond(wanted) {
+            return;
+        }
+        let mut before = u32::MAX;
+        while let Some(place) = index.evict_beyond(wanted, before) {
+            self.evicted.fetch_add(1, Relaxed);
+            self.release(index, place);
+            before = place;
+        }
+        index.queues.give_back(wanted);
+        self.fit_store(index);
     }
 
     /// Lets pages go, as many as it takes; in the common way, where a page leaves for each that comes, how they fared in the small queue says something of new ones.

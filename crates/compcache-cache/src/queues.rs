@@ -19,8 +19,8 @@
 //! read; only when small has its tenth or less does main give one up. While nothing has to go yet, what is too much for small goes to main (as in the
 //! authors' own program, libCacheSim; the caller knows).
 //!
-//! A page is a *place*: a number from 0, which is also its index in the pool. Places are used again; each use has another version. 32
-//! bytes a place. Arithmetic only: no lock, no pool.
+//! A page is a *place*: a number from 0, which is also its index in the pool. Places are used again; each use has another version, also where the place was
+//! given back in between ([`Queues::give_back`]). 32 bytes a place. Arithmetic only: no lock, no pool.
 //!
 //! # Source
 //! J. Yang, Y. Zhang, Z. Qiu, Y. Yue, R. Vinayak: FIFO queues are all you need for cache eviction, SOSP 2023.
@@ -85,6 +85,8 @@ pub struct Victim {
 pub struct Queues {
     places: Vec<Place>,
     free: Vec<u32>,
+    /// That of a place that is new: none that was given back had it.
+    version: u32,
     small: Queue,
     main: Queue,
     /// Pages that came by a read and were found in the small queue when they had to leave it.
@@ -93,7 +95,8 @@ pub struct Queues {
 
 impl Queues {
     pub fn new() -> Queues {
-        Queues { places: Vec::new(), free: Vec::new(), small: Queue::EMPTY, main: Queue::EMPTY, found_in_small: 0 }
+        let (places, free, small, main) = (Vec::new(), Vec::new(), Queue::EMPTY, Queue::EMPTY);
+        Queues { places, free, version: 0, small, main, found_in_small: 0 }
     }
 
     /// Pages in the queues.
@@ -104,6 +107,42 @@ impl Queues {
     /// The memory it takes, in bytes.
     pub fn bytes(&self) -> u64 {
         (self.places.capacity() * size_of::<Place>() + self.free.capacity() * size_of::<u32>()) as u64
+    }
+
+    /// How many places are enough within this limit: four times as many as there are pages, but an eighth of it may be for places without pages, and no more than half
+    /// is for any.
+    pub fn places_wanted(&self, limit_bytes: u64) -> usize {
+        let all = limit_bytes as usize / (size_of::<Place>() + size_of::<u32>());
+        (4 * self.length()).clamp(all / 8, all / 2)
+    }
+
+    /// Whether there are too many, or there is memory for too many.
+    pub fn has_beyond(&self, wanted: usize) -> bool {
+        self.places.len() > wanted || self.places.capacity() > 2 * wanted
+    }
+
+    /// The last page at a place that is too much, with its file and its number there: it has to go for the place to be given back.
+    pub fn last_beyond(&self, wanted: usize, before: u32) -> Option<(u32, u32, u32)> {
+        let end = self.places.len().min(before as usize);
+        let is_here = |at: &Place| matches!(at.state, State::Small | State::Main);
+        let place = wanted.min(end) + self.places[wanted.min(end)..end].iter().rposition(is_here)?;
+        let at = &self.places[place];
+        Some((place as u32, at.file, at.page))
+    }
+
+    /// Gives back memory of free places at the end, down to so many.
+    pub fn give_back(&mut self, wanted: usize) {
+        let used = self.places.iter().rposition(|at| at.state != State::Free).map_or(0, |last| last + 1);
+        let gone = self.places.drain(used.max(wanted).min(self.places.len())..);
+        if let Some(last) = gone.map(|at| at.version).max() {
+            self.version = self.version.max(last.wrapping_add(1));
+        }
+        let length = self.places.len() as u32;
+        self.free.retain(|place| *place < length);
+        // The first are taken first, so that the last may be given back another time.
+        self.free.sort_unstable_by(|one, other| other.cmp(one));
+        self.places.shrink_to(wanted);
+        self.free.shrink_to(self.places.capacity());
     }
 
     /// Whether the small queue has more than its share.
@@ -127,7 +166,7 @@ impl Queues {
                     page: 0,
                     older: NONE,
                     newer: NONE,
-                    version: 0,
+                    version: self.version,
                     bytes: 0,
                     reads: 0,
                     state: State::Free,
@@ -159,9 +198,9 @@ impl Queues {
         at.reads = (at.reads + 1).min(READS_MAX);
     }
 
-    /// Tells one use of a place from another.
-    pub fn version(&self, place: u32) -> u32 {
-        self.places[place as usize].version
+    /// Tells one use of a place from another; `None` if it was given back.
+    pub fn version(&self, place: u32) -> Option<u32> {
+        self.places.get(place as usize).map(|at| at.version)
     }
 
     /// What the page takes in the pool, in bytes.
@@ -357,6 +396,32 @@ mod tests {
         assert!(evict(&mut queues).becomes_ghost);
         add(&mut queues, 2, true);
         assert!(!evict(&mut queues).becomes_ghost);
+    }
+
+    #[test]
+    fn places_that_are_too_many_are_given_back_and_never_have_a_version_again() {
+        let mut queues = Queues::new();
+        let places: Vec<u32> = (0..1000).map(|page| add(&mut queues, page, false)).collect();
+        let (taken, versions) = (queues.take().unwrap(), places.iter().map(|place| queues.version(*place)));
+        let versions: Vec<_> = versions.collect();
+        let full = queues.bytes();
+        places[100..].iter().for_each(|place| queues.release(*place));
+        assert_eq!([0, 8000, 80_000, 1 << 20].map(|limit| queues.places_wanted(limit)), [0, 125, 400, 4096]);
+        queues.give_back(400);
+        assert_eq!(queues.places.len(), 1001, "the last is being stored");
+        queues.release(taken);
+        queues.give_back(400);
+        assert!(queues.bytes() <= full / 2, "{} of {full} bytes", queues.bytes());
+        assert_eq!((queues.version(350).is_some(), queues.version(400)), (true, None));
+        assert_eq!(queues.last_beyond(50, u32::MAX), Some((99, 0, 99)));
+        assert_eq!(queues.last_beyond(50, 99), Some((98, 0, 98)));
+        assert_eq!((queues.last_beyond(100, u32::MAX), queues.last_beyond(5000, u32::MAX)), (None, None));
+        for page in 100..2000 {
+            let place = add(&mut queues, page, false);
+            assert_eq!(place, page, "the first free one");
+            assert_ne!(Some(&queues.version(place)), versions.get(place as usize), "place {place}");
+        }
+        assert!(!queues.has_beyond(2000));
     }
 
     #[test]

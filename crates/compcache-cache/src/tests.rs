@@ -434,6 +434,37 @@ fn memory_stays_within_the_limit_whatever_it_is_changed_to() {
 }
 
 #[test]
+fn a_limit_below_what_the_tables_took_is_used_again() {
+    let (cache, mut worker) = cache(64 << 20);
+    let stamp = stamp_of_version(1);
+    // Zeroes take no memory but the tables'.
+    let zeroes = vec![[0; 4096]; 1024];
+    for first in (0..500_000).step_by(zeroes.len()) {
+        let token = cache.begin_read(id(1), stamp, true);
+        cache.put(&mut worker, token, first, &zeroes);
+    }
+    assert!(cache.stats().pages_stored > 400_000, "{:?}", cache.stats());
+    cache.set_limit_bytes(8 << 20);
+    cache.compact(&mut worker);
+    assert!(cache.stats().mem_used_total < 8 << 20, "{:?}", cache.stats());
+    for round in 0..2 {
+        let mut found = 0;
+        for page in 0..1000 {
+            let token = cache.begin_read(id(2), stamp, true);
+            match got(&cache, &mut worker, token, page) {
+                Some(there) => found += u32::from(there == content(2, page, 1)),
+                None => cache.put(&mut worker, token, page, &[content(2, page, 1)]),
+            }
+        }
+        assert!(round == 0 || found > 900, "{found} of 1000 pages are found: {:?}", cache.stats());
+    }
+    for limit in [0, 8 << 20] {
+        cache.set_limit_bytes(limit);
+    }
+    assert!(cache.lock().queues.bytes() < 100, "nothing is left");
+}
+
+#[test]
 fn a_cache_is_an_array_of_pages_or_has_not_the_page() {
     const FILES: u64 = 6;
     const PAGES: u32 = 1200;
