@@ -17,6 +17,10 @@ use crate::written::WrittenPages;
 use crate::{FileId, Wanted};
 
 const TURNS: usize = 4096;
+/// A page in its file's map, of which every node is little more than half full where it was filled in order.
+const MAP_PAGE_BYTES: usize = 24;
+/// The same of a file's first page, whose node is there for eleven, with what the allocator takes: so much more.
+const MAP_BYTES: usize = 112 - MAP_PAGE_BYTES;
 
 /// Whether what is being read of some files may be stored.
 #[derive(Clone, Copy)]
@@ -127,6 +131,34 @@ impl<S> Files<S> {
     pub fn count(&self) -> usize {
         self.by_id.len()
     }
+
+    /// The memory that records take, in bytes, but for what their pages do.
+    pub fn bytes(&self) -> u64 {
+        let slots =
+            self.slots.capacity() * size_of::<Option<CachedFile<S>>>() + self.free.capacity() * size_of::<u32>();
+        // One of eight buckets stays empty, and each has a byte more.
+        let by_id = self.by_id.capacity() * 8 / 7 * (size_of::<(FileId, u32)>() + 1);
+        (slots + by_id + self.count() * MAP_BYTES) as u64
+    }
+
+    /// Whether there are slots for many more records than there are, and these are something to speak of within this limit.
+    fn is_sparse(&self, limit_bytes: u64) -> bool {
+        self.slots.len() > 4 * self.count() && self.bytes() > limit_bytes / 32
+    }
+
+    /// Moves all records to the first slots, and gives the memory of the others back. `moved` is told each page's place, and the slot its file has now. What is
+    /// being read meanwhile finds its file no more, mostly, and is not kept.
+    fn give_back(&mut self, mut moved: impl FnMut(u32, u32)) {
+        self.slots.retain(Option::is_some);
+        self.slots.shrink_to_fit();
+        self.free = Vec::with_capacity(self.slots.capacity());
+        self.by_id.clear();
+        self.by_id.shrink_to(self.slots.len());
+        for (slot, file) in (0..).zip(self.slots.iter().flatten()) {
+            self.by_id.insert(file.id, slot);
+            file.pages.values().for_each(|place| moved(*place, slot));
+        }
+    }
 }
 
 /// What the cache's lock protects.
@@ -146,7 +178,7 @@ pub struct Index<S> {
 }
 
 /// Beside the object: slot of the pool's table, place, the file's map, and some of a span that is not full.
-const PAGE_BYTES: u64 = 80;
+const PAGE_BYTES: u64 = 88;
 
 /// What a page is taken to cost: its object with what its size class wastes, and the tables' share.
 pub fn charge(bytes: u16) -> u64 {
@@ -157,13 +189,21 @@ pub fn charge(bytes: u16) -> u64 {
 impl<S: Copy + PartialEq> Index<S> {
     /// Memory of the index itself, in bytes: what is not in the store.
     pub fn own_bytes(&self) -> u64 {
+        self.fixed_bytes() + self.queues.bytes() + (self.queues.length() * MAP_PAGE_BYTES) as u64
+    }
+
+    /// The same without what is in the pages' charges.
+    fn fixed_bytes(&self) -> u64 {
         let turns = size_of_val(&*self.turns.0) as u64;
-        turns
-            + self.queues.bytes()
-            + self.ghost.bytes()
-            + self.miniatures.bytes()
-            + self.written.bytes()
-            + (self.queues.length() * 16 + self.files.count() * 160) as u64
+        turns + self.ghost.bytes() + self.miniatures.bytes() + self.written.bytes() + self.files.bytes()
+    }
+
+    /// Gives back memory of records that went.
+    pub fn fit_files(&mut self) {
+        if self.files.is_sparse(self.limit_bytes) {
+            let queues = &mut self.queues;
+            self.files.give_back(|place, slot| queues.moved(place, slot));
+        }
     }
 
     /// Takes the last page out that has to go for so many places to be all, of those before this one. Says where it is in the pool, as [`Index::evict`] does.
@@ -189,8 +229,7 @@ impl<S: Copy + PartialEq> Index<S> {
 
     /// What the charges are kept below: so many sixteenths of the limit, without what the index has of its own.
     pub fn target_bytes(&self, sixteenths: u64) -> u64 {
-        let own_bytes = self.ghost.bytes() + self.miniatures.bytes() + self.written.bytes();
-        (self.limit_bytes / 16 * sixteenths).saturating_sub(own_bytes)
+        (self.limit_bytes / 16 * sixteenths).saturating_sub(self.fixed_bytes())
     }
 
     /// Whether so many pages more would push out none, whatever they compress to.

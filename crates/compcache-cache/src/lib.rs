@@ -643,6 +643,7 @@ impl<S: Copy + PartialEq> Cache<S> {
 
     /// Gives tables back that are too large for the limit, or for what is here. Some of the pages go for it, wherever the queues have them.
     fn fit_tables(&self, index: &mut Index<S>) {
+        index.fit_files();
         let wanted = index.queues.places_wanted(index.limit_bytes);
         if !index.queues.has_beyond(wanted) {
             return;

@@ -192,6 +192,11 @@ impl Queues {
         self.push(place, state);
     }
 
+    /// The page's file is called so from now on.
+    pub fn moved(&mut self, place: u32, file: u32) {
+        self.places[place as usize].file = file;
+    }
+
     /// The page was read.
     pub fn count_read(&mut self, place: u32) {
         let at = &mut self.places[place as usize];

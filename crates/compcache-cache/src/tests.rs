@@ -465,6 +465,44 @@ fn a_limit_below_what_the_tables_took_is_used_again() {
 }
 
 #[test]
+fn of_many_small_files_the_last_are_here_and_memory_stays_within_the_limit() {
+    const LIMIT: u64 = 8 << 20;
+    let (cache, mut worker) = cache(LIMIT);
+    let stamp = stamp_of_version(1);
+    // Some are zeroes, and some compress to little.
+    let page = |file: u64| {
+        let mut page = [0; 4096];
+        page[..8 * (file % 3) as usize].fill(file as u8 | 1);
+        page
+    };
+    for file in 0..100_000 {
+        let token = cache.begin_read(id(file), stamp, true);
+        cache.put(&mut worker, token, 0, &[page(file)]);
+        if file % 256 == 0 {
+            cache.compact(&mut worker);
+            let used = cache.stats().mem_used_total;
+            assert!(used <= LIMIT, "{used} at file {file}");
+        }
+    }
+    let is_here = |file: u64| cache.has(id(file), 0, 1);
+    let last = (99_000..100_000).filter(|file| is_here(*file)).count();
+    assert!(last > 800, "{last} of the last thousand are here: {:?}", cache.stats());
+    // Half of what is here goes, and the records of the rest move.
+    let here: Vec<u64> = (0..100_000).filter(|file| is_here(*file)).collect();
+    here.iter().filter(|file| *file % 8 > 0).for_each(|file| cache.drop_file(id(*file)));
+    let full = cache.lock().files.bytes();
+    cache.fit_tables(&mut cache.lock());
+    let rest = cache.lock().files.bytes();
+    assert!(rest < full / 2, "{rest} of {full} bytes");
+    for file in here.into_iter().filter(|file| file % 8 == 0) {
+        let token = cache.begin_read(id(file), stamp, true);
+        assert_eq!(got(&cache, &mut worker, token, 0), Some(page(file)));
+    }
+    cache.set_limit_bytes(1 << 20);
+    assert!(cache.stats().mem_used_total < 2 << 20, "{:?}", cache.stats());
+}
+
+#[test]
 fn a_cache_is_an_array_of_pages_or_has_not_the_page() {
     const FILES: u64 = 6;
     const PAGES: u32 = 1200;
