@@ -32,6 +32,8 @@ const NONE: u32 = u32::MAX;
 /// One of so many pages is in the small queue.
 const SMALL_SHARE: usize = 10;
 const READS_MAX: u8 = 3;
+/// After so many pages that were all read, the next goes although it was: whoever has the lock is not to go round all of main, up to three times.
+const STEPS_MAX: u32 = 4096;
 /// At most one of so many pages of main is challenged at once.
 const MAIN_SHARE: usize = 8;
 
@@ -225,7 +227,7 @@ impl Queues {
     /// The page that is to go: out of its queue, the place still taken. `None` if there is no page. Where main holds, what was read in the small queue challenges a
     /// page of main, too, before it goes there, and else stays where it is.
     pub fn next_victim(&mut self, main_holds: bool) -> Option<Victim> {
-        loop {
+        for step in 0.. {
             let from_small = self.is_small_full() || self.main.length == 0;
             let place = if from_small { self.small.oldest } else { self.main.oldest };
             if place == NONE {
@@ -233,8 +235,8 @@ impl Queues {
             }
             self.unlink(place);
             let at = &mut self.places[place as usize];
-            if at.reads == 0 {
-                let is_new = from_small && at.is_of_read;
+            if at.reads == 0 || step == STEPS_MAX {
+                let is_new = from_small && at.is_of_read && at.reads == 0;
                 return Some(Victim { place, file: at.file, page: at.page, becomes_ghost: from_small, is_new });
             }
             self.found_in_small += u32::from(from_small && at.is_of_read);
@@ -244,6 +246,7 @@ impl Queues {
             self.places[place as usize].is_of_read &= !stays;
             self.push(place, if stays { State::Small } else { State::Main });
         }
+        None
     }
 
     /// So many pages that come again challenge as many of the oldest of main, or an eighth of all, if that is less: whether none of these was read since it was last
@@ -353,6 +356,16 @@ mod tests {
         let pages: Vec<u32> = (0..10).map(|_| evict(&mut queues).page).collect();
         assert_eq!(pages, [1, 3, 5, 7, 9, 0, 2, 4, 6, 8]);
         assert_eq!(queues.next_victim(false), None);
+    }
+
+    #[test]
+    fn where_all_was_read_again_one_goes_all_the_same_before_all_were_looked_at() {
+        let mut queues = Queues::new();
+        let places: Vec<u32> = (0..100_000).map(|page| add(&mut queues, page, true)).collect();
+        places.iter().for_each(|place| (0..3).for_each(|_| queues.count_read(*place)));
+        assert_eq!(evict(&mut queues).page, STEPS_MAX);
+        queues.count_read(places[STEPS_MAX as usize + 1]);
+        assert_eq!(evict(&mut queues).page, 2 * STEPS_MAX + 1, "the next begins where that one ended");
     }
 
     #[test]
