@@ -33,7 +33,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use compcache_cache::Cache;
-use compcache_fuse::{AfterThis, Linger};
+use compcache_fuse::{AfterThis, Linger, told};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, FileHandle, Filesystem, Generation, INodeNo, InitFlags, KernelConfig, LockOwner,
     OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty,
@@ -136,7 +136,7 @@ impl Tree {
 
 /// As fuser wants it.
 fn errno(error: Errno) -> fuser::Errno {
-    fuser::Errno::from_i32(error.raw_os_error())
+    fuser::Errno::from_i32(told(error.raw_os_error()))
 }
 
 /// Answers with an error, or goes on with what there is instead.

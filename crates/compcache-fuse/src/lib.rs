@@ -5,8 +5,10 @@
 
 #![deny(unsafe_code)]
 
+mod errors;
 mod linger;
 mod rings;
 
+pub use errors::told;
 pub use linger::{AfterThis, Linger};
 pub use rings::{Answer, Asked, ENABLED, QUEUES_MAX, Rings, Serve, queues};

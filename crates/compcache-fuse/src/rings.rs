@@ -39,6 +39,8 @@ use io_uring::{IoUring, opcode};
 use rustix::io::Errno;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
+use crate::errors::told;
+
 /// The kernel's parameter: `Y` where it agrees to io_uring. It is there since Linux 6.14.
 pub const ENABLED: &str = "/sys/module/fuse/parameters/enable_uring";
 const POSSIBLE: &str = "/sys/devices/system/cpu/possible";
@@ -141,9 +143,9 @@ impl Answer<'_> {
         let _ = self.queue.ring.submit();
     }
 
-    /// An error; a positive errno.
+    /// An error; an errno, [as it may be told](told).
     pub fn fail(mut self, errno: i32) {
-        self.give(-errno, 0);
+        self.give(-told(errno), 0);
     }
 
     fn give(&mut self, error: i32, length_bytes: u32) {

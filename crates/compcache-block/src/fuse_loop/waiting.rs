@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 use std::{io, mem};
 
+use compcache_fuse::told;
 use fuser::{Errno, ReplyData, ReplyEmpty, ReplyLseek, ReplyWrite};
 
 use super::REQUEST_BYTES_MAX;
@@ -81,7 +82,7 @@ impl Seek {
 
 /// The errno of a device's error, in fuser's type.
 pub(super) fn errno(error: &DeviceError) -> Errno {
-    Errno::from_i32(error.errno())
+    Errno::from_i32(told(error.errno()))
 }
 
 /// The requests that wait, and the buffers of those that are writes.

@@ -8,6 +8,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::ptr;
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -98,6 +99,32 @@ fn what_there_is_no_room_for_below_is_not_said_to_be_synced() {
     assert_eq!((synced, error.raw_os_error()), (-1, Some(libc::ENOSPC)));
     drop(file);
     below.tree().unmount();
+}
+
+#[test]
+fn an_errno_of_the_kernels_own_reaches_who_asked_by_another_name() {
+    if !can_mount(&[]) {
+        return;
+    }
+    // 524, ENOTSUPP: a file system of NFS fails so where its server cannot do something. 512 is another.
+    for (below, above) in [(524, libc::EOPNOTSUPP), (512, libc::EIO)] {
+        let mut tree = Tree::mounted_where_a_call_fails(libc::SYS_fallocate, below);
+        let file = File::create(tree.target().join("f")).unwrap();
+        let (send, answer) = mpsc::channel();
+        let asks = thread::spawn(move || {
+            // SAFETY: it takes numbers alone.
+            let failed = unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, 4096) };
+            send.send((failed, io::Error::last_os_error().raw_os_error())).unwrap();
+        });
+        let answer = answer.recv_timeout(PATIENCE);
+        if answer.is_err() {
+            // Nothing else ends it.
+            tree.child.kill().unwrap();
+        }
+        asks.join().unwrap();
+        assert_eq!(answer, Ok((-1, Some(above))));
+        tree.unmount();
+    }
 }
 
 #[test]

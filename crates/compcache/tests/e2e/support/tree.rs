@@ -1,7 +1,7 @@
 //! A tree that is mounted for a test by a `compcache mount` of its own, and unmounted with it.
 
 use std::fs::{self, Permissions};
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
@@ -21,6 +21,9 @@ pub fn can_mount(programs: &[&'static str]) -> bool {
     let features: Vec<_> = [Feature::Root, Feature::Fuse].into_iter().chain(programs).collect();
     requires(&features)
 }
+
+/// Called in the process that is to be the server; makes system calls alone.
+type Prepare = Box<dyn FnMut() -> io::Result<()> + Send + Sync>;
 
 /// A source, a target, and the process that serves one at the other.
 pub struct Tree {
@@ -47,10 +50,38 @@ impl Tree {
 
     /// One whose server may have so many files open.
     pub fn mounted_with_descriptors(descriptors: u64, arguments: &[&str]) -> Tree {
-        Tree::start(scratch(), false, Some(descriptors), arguments)
+        let limit = libc::rlimit { rlim_cur: descriptors, rlim_max: descriptors };
+        // SAFETY: it reads a structure that lives as long as the closure.
+        let set = move || match unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        };
+        Tree::start(scratch(), false, Some(Box::new(set)), arguments)
     }
 
-    fn start(directory: TempDir, over: bool, descriptors: Option<u64>, arguments: &[&str]) -> Tree {
+    /// One whose server is told `errno` by the system call of number `refused`, whatever it asks for.
+    pub fn mounted_where_a_call_fails(refused: libc::c_long, errno: u32) -> Tree {
+        let (load, equal) = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K);
+        let answer = libc::BPF_RET | libc::BPF_K;
+        let step = |code: u32, otherwise, k| libc::sock_filter { code: code as u16, jt: 0, jf: otherwise, k };
+        let filter = [
+            step(load, 0, 0),
+            step(equal, 1, refused as u32),
+            step(answer, 0, libc::SECCOMP_RET_ERRNO | errno),
+            step(answer, 0, libc::SECCOMP_RET_ALLOW),
+        ];
+        let set = move || {
+            let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+            // SAFETY: it reads the program and its steps, which live as long as the closure.
+            match unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program, 0, 0) } {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        };
+        Tree::start(scratch(), false, Some(Box::new(set)), &[])
+    }
+
+    fn start(directory: TempDir, over: bool, prepare: Option<Prepare>, arguments: &[&str]) -> Tree {
         fs::set_permissions(directory.path(), Permissions::from_mode(0o755)).unwrap();
         let (source, target) = (directory.path().join("source"), directory.path().join("target"));
         for path in [&source, &target] {
@@ -61,15 +92,9 @@ impl Tree {
         }
         let mut command = Command::new(compcache());
         command.arg("mount").args(arguments).arg(&source).arg(if over { &source } else { &target });
-        if let Some(descriptors) = descriptors {
-            let limit = libc::rlimit { rlim_cur: descriptors, rlim_max: descriptors };
-            // SAFETY: it reads a structure that lives as long as the closure.
-            let set = move || match unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) } {
-                0 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
-            };
+        if let Some(prepare) = prepare {
             // SAFETY: that is all that is done between fork and exec.
-            unsafe { command.pre_exec(set) };
+            unsafe { command.pre_exec(prepare) };
         }
         let child = by_rings::mounting(|| {
             let mut child =
