@@ -15,16 +15,16 @@
 //! | root's | 1            | 0xffff_000000000000 |
 //!
 //! **Room.** The kernel remembers every file it has met until it wants the memory, and a process has only so many descriptors. When half of them
-//! are taken, the names that were found first are handed to a thread that has the kernel forget them ([`Inodes::oldest`]); it keeps those that are
+//! are taken, the files that were met first are handed, by all of their names, to a thread that has the kernel forget them ([`Inodes::oldest`]); it keeps those that are
 //! in use, and says of the others that they are forgotten. Directories are left alone: something may be mounted on them.
 //!
 //! The idea of holding files by O_PATH is libfuse's `passthrough_ll`. One lock, held for a few map operations and never around a system call.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -35,6 +35,7 @@ use rustix::fs::{CWD, FileType, Mode, OFlags, Statx, openat};
 use rustix::io::{self, Errno};
 
 use crate::kept::Kept;
+use crate::names::Names;
 use crate::stamp::{generation_of, id_of, look};
 
 const DEVICE_SHIFT: u32 = 48;
@@ -56,8 +57,8 @@ pub struct Node {
     pub generation: u64,
     /// Opened with O_PATH: good for what takes a place in the tree, not for contents.
     fd: OwnedFd,
-    /// Where it was last found, by parent and name.
-    found: Mutex<(INodeNo, OsString)>,
+    /// Where it was found.
+    pub names: Names,
     /// What the kernel has of it.
     pub kept: Mutex<Kept>,
     /// Whether the kernel may have whole pages of it: some were read, or written, since it was last to forget them.
@@ -65,10 +66,10 @@ pub struct Node {
 }
 
 impl Node {
-    fn new(number: INodeNo, stat: &Statx, fd: OwnedFd, parent: INodeNo, name: &OsStr) -> Node {
+    fn new(number: INodeNo, stat: &Statx, fd: OwnedFd) -> Node {
         let (id, generation) = (id_of(stat), generation_of(stat));
-        let found = Mutex::new((parent, name.to_owned()));
-        Node { number, id, generation, fd, found, kept: Mutex::default(), has_pages: AtomicBool::new(false) }
+        let names = Names::new(FileType::from_raw_mode(stat.stx_mode.into()).is_dir());
+        Node { number, id, generation, fd, names, kept: Mutex::default(), has_pages: AtomicBool::new(false) }
     }
 
     /// What is known of the file now.
@@ -130,6 +131,8 @@ pub struct Inodes {
     root: Arc<Node>,
     /// Above so many known files, some are to be forgotten.
     crowded: usize,
+    /// Or above this many, where nothing came of that.
+    tolerated: AtomicUsize,
     /// Somebody has been told that there are too many.
     told: AtomicBool,
 }
@@ -142,7 +145,7 @@ impl Inodes {
         let fd = openat(CWD, source, directory, Mode::empty())?;
         let stat = look(&fd)?;
         let id = id_of(&stat);
-        let root = Arc::new(Node::new(INodeNo::ROOT, &stat, fd, INodeNo::ROOT, OsStr::new("")));
+        let root = Arc::new(Node::new(INodeNo::ROOT, &stat, fd));
         let mut table = Table { devices: vec![id.dev], ..Table::default() };
         table.by_id.insert(id, INodeNo::ROOT.0);
         // Never forgotten.
@@ -155,6 +158,7 @@ impl Inodes {
             descriptors,
             root,
             crowded,
+            tolerated: AtomicUsize::new(0),
             told: AtomicBool::new(false),
         })
     }
@@ -169,6 +173,13 @@ impl Inodes {
         table.by_number.get(&number.0).map(|known| known.node.clone()).ok_or(Errno::STALE)
     }
 
+    /// The file with this number below, if the kernel knows it.
+    pub fn known(&self, id: FileId) -> Option<Arc<Node>> {
+        let table = self.lock();
+        let number = table.by_id.get(&id)?;
+        Some(table.by_number.get(number)?.node.clone())
+    }
+
     /// The file behind `fd`, opened with O_PATH and found under `name` in `parent`: that which the kernel knows already, or a new one. Counts as
     /// given to the kernel.
     pub fn give(&self, fd: OwnedFd, parent: INodeNo, name: &OsStr) -> io::Result<(Arc<Node>, Statx)> {
@@ -181,15 +192,17 @@ impl Inodes {
             known.lookups += 1;
             let node = known.node.clone();
             drop(table);
-            *node.found.lock().unwrap_or_else(PoisonError::into_inner) = (parent, name.to_owned());
+            node.names.add(parent, name);
             return Ok((node, stat));
         }
         let number = self.number(&mut table, id);
         let is_directory = FileType::from_raw_mode(stat.stx_mode.into()).is_dir();
-        let node = Arc::new(Node::new(INodeNo(number), &stat, fd, parent, name));
+        let node = Arc::new(Node::new(INodeNo(number), &stat, fd));
         table.by_id.insert(id, number);
         let met = (!is_directory).then(|| table.meet(number));
         table.by_number.insert(number, Known { node: node.clone(), lookups: 1, met });
+        drop(table);
+        node.names.add(parent, name);
         Ok((node, stat))
     }
 
@@ -200,7 +213,14 @@ impl Inodes {
 
     /// Whether some files are to be forgotten for others to have room.
     pub fn is_crowded(&self) -> bool {
-        self.lock().by_number.len() > self.crowded
+        self.lock().by_number.len() > self.crowded.max(self.tolerated.load(Relaxed))
+    }
+
+    /// As many as there are now, and an eighth of the limit more, are not too many, until somebody [hears](Inodes::heard) again: it was tried in vain.
+    /// Not more: who waits for a descriptor holds his directory meanwhile, and the kernel forgets nothing of that.
+    pub fn tolerate(&self) {
+        let known = self.lock().by_number.len();
+        self.tolerated.store(known + self.crowded / 8, Relaxed);
     }
 
     /// Whether it is to be told that there are too many files; once, until it [is heard](Inodes::heard).
@@ -211,18 +231,17 @@ impl Inodes {
     /// Who was told begins to do something about it.
     pub fn heard(&self) {
         self.told.store(false, Relaxed);
+        self.tolerated.store(0, Relaxed);
     }
 
-    /// The file that was met first of those that are known, by a name it had; it counts as met last from now on.
-    pub fn oldest(&self) -> Option<(INodeNo, OsString)> {
+    /// The file that was met first of those that are known; it counts as met last from now on.
+    pub fn oldest(&self) -> Option<Arc<Node>> {
         let mut table = self.lock();
         let (_, number) = table.met.pop_first()?;
         let met = table.meet(number);
         let known = table.by_number.get_mut(&number)?;
         known.met = Some(met);
-        let node = known.node.clone();
-        drop(table);
-        Some(node.found.lock().unwrap_or_else(PoisonError::into_inner).clone())
+        Some(known.node.clone())
     }
 
     /// Whether so many open files may have a second descriptor each: those are a quarter of all at most.
@@ -327,12 +346,15 @@ mod tests {
         let (two, _) = inodes.give(place(&directory.path().join("b")), INodeNo::ROOT, OsStr::new("b")).unwrap();
         assert!(Arc::ptr_eq(&one, &two), "two names, one file");
         assert_eq!(one.number.0, stat.stx_ino);
-        assert_eq!(inodes.oldest(), Some((INodeNo::ROOT, "b".into())), "by the name it was found last");
+        let names = |node: Arc<Node>| node.names.all();
+        let both = ["a", "b"].map(|name| (INodeNo::ROOT, name.into()));
+        assert_eq!(inodes.oldest().map(names), Some(both.into()));
+        assert!(inodes.known(one.id).is_some_and(|known| Arc::ptr_eq(&known, &one)));
         inodes.forget(one.number, 1);
         assert!(inodes.get(one.number).is_ok());
         inodes.forget(one.number, 1);
         assert_eq!(inodes.get(one.number).err(), Some(Errno::STALE));
-        assert_eq!(inodes.oldest(), None);
+        assert!(inodes.oldest().is_none() && inodes.known(one.id).is_none());
         assert!(inodes.get(INodeNo::ROOT).is_ok(), "the root stays");
     }
 

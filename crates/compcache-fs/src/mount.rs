@@ -8,10 +8,10 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Weak};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use compcache_cache::Cache;
 use compcache_fuse::{Linger, Rings};
@@ -32,6 +32,11 @@ use crate::watch::Watches;
 const DEVICE: &str = "/dev/fuse";
 /// What our mounts are called in the table of mounts.
 const KIND: &str = "fuse.compcache";
+
+/// How many times as long as it took to ask the kernel to forget every file nobody asks again, if it did not help; and how long at most, since those wait
+/// who get no descriptor.
+const REST: u32 = 9;
+const REST_MAX: Duration = Duration::from_millis(250);
 
 /// What is mounted where, and how.
 #[derive(Clone, Debug)]
@@ -348,31 +353,53 @@ fn watched(notices: &Sender<Notice>) -> Result<Arc<Watches>, FsError> {
 fn tell(notices: &Receiver<Notice>, notifier: &Notifier, inodes: &Inodes, tree: &Weak<Tree>) {
     // A file that the kernel does not know any more needs nothing.
     let outdated = |number| drop(notifier.inval_inode(number, 0, 0));
-    while let Ok(notice) = notices.recv() {
+    // All were in use, it seems: until then, or until there are many more, whoever wants room is not heard.
+    let mut rest_until: Option<Instant> = None;
+    loop {
+        let left = rest_until.map(|until| until.saturating_duration_since(Instant::now()));
+        if left == Some(Duration::ZERO) {
+            inodes.heard();
+            rest_until = None;
+            continue;
+        }
+        let notice = match left {
+            None => notices.recv().map_err(RecvTimeoutError::from),
+            Some(left) => notices.recv_timeout(left),
+        };
         match notice {
-            Notice::Outdated(number) => outdated(number),
-            Notice::Changed(number) => {
+            Ok(Notice::Outdated(number)) => outdated(number),
+            Ok(Notice::Changed(number)) => {
                 // First: what it then asks for must not be answered from there.
                 if let Some(tree) = tree.upgrade() {
                     tree.was_changed(number);
                 }
                 outdated(number);
             }
-            Notice::Crowded => {
+            Ok(Notice::Superfluous((parent, name))) => drop(notifier.inval_entry(parent, &name)),
+            Ok(Notice::Crowded) if rest_until.is_none() || inodes.is_crowded() => {
                 inodes.heard();
-                make_room(notifier, inodes);
+                let begun = Instant::now();
+                rest_until = (!make_room(notifier, inodes)).then(|| {
+                    inodes.tolerate();
+                    Instant::now() + (begun.elapsed() * REST).min(REST_MAX)
+                });
             }
+            Ok(Notice::Crowded) | Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return,
         }
     }
 }
 
-/// Has the kernel forget names, from the one met first on, until it knows few enough files, or was asked for all of them.
-fn make_room(notifier: &Notifier, inodes: &Inodes) {
+/// Has the kernel forget files, from the one met first on, until it knows few enough, or was asked for all of them. Whether it knows few enough.
+fn make_room(notifier: &Notifier, inodes: &Inodes) -> bool {
     for _ in 0..inodes.count() {
         if !inodes.is_crowded() {
-            return;
+            return true;
         }
-        let Some((parent, name)) = inodes.oldest() else { return };
-        let _ = notifier.inval_entry(parent, &name);
+        let Some(node) = inodes.oldest() else { break };
+        for (parent, name) in node.names.all() {
+            let _ = notifier.inval_entry(parent, &name);
+        }
     }
+    !inodes.is_crowded()
 }

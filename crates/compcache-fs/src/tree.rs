@@ -46,6 +46,7 @@ use crate::caller::Caller;
 use crate::handles::{Handles, OpenDirectory, OpenFile};
 use crate::inodes::Inodes;
 use crate::lower::Lower;
+use crate::names::Place;
 use crate::stamp::Stamp;
 use crate::watch::Watches;
 use ahead::Ahead;
@@ -96,6 +97,8 @@ pub enum Notice {
     Changed(INodeNo),
     /// It knows too many files.
     Crowded,
+    /// It knows a file by too many names; this is one of them.
+    Superfluous(Place),
 }
 
 /// What a tree is made of.

@@ -45,6 +45,9 @@ impl Tree {
 
     pub fn made(&self, place: OwnedFd, parent: &Node, name: &OsStr) -> io::Result<Made> {
         let (node, stat) = self.inodes.give(place, parent.number, name)?;
+        if let Some(place) = node.names.superfluous() {
+            self.tell(Notice::Superfluous(place));
+        }
         if self.inodes.is_crowded() {
             self.ask_for_room();
         }
@@ -113,9 +116,9 @@ impl Tree {
         if is_directory {
             return unlinkat(&parent, name, AtFlags::REMOVEDIR);
         }
-        let last = last_name(&parent, name);
+        let called = look_at(&parent, name);
         unlinkat(&parent, name, AtFlags::empty())?;
-        self.drop_pages_of(last);
+        self.has_lost(called, &parent, name);
         Ok(())
     }
 
@@ -124,10 +127,24 @@ impl Tree {
         self.forget_pages(id);
     }
 
-    /// Drops what is kept of a file that has just lost its last name.
-    fn drop_pages_of(&self, file: Option<FileId>) {
-        if let Some(id) = file {
-            self.forget_pages(id);
+    /// A file, as it was, has just lost a name. What is kept of it goes with its last one.
+    fn has_lost(&self, file: Option<Statx>, parent: &Node, name: &OsStr) {
+        let Some(stat) = file else { return };
+        if let Some(node) = self.inodes.known(id_of(&stat)) {
+            node.names.remove(parent.number, name);
+        }
+        if stat.stx_nlink == 1 {
+            self.forget_pages(id_of(&stat));
+        }
+    }
+
+    /// A file has just been moved: the kernel knows it by the name it has now, and no more by the one it had.
+    fn has_moved(&self, had: (&Node, &OsStr), has: (&Node, &OsStr)) {
+        if let Some(stat) = look_at(has.0, has.1)
+            && let Some(node) = self.inodes.known(id_of(&stat))
+        {
+            node.names.remove(had.0.number, had.1);
+            node.names.add(has.0.number, has.1);
         }
     }
 
@@ -141,15 +158,19 @@ impl Tree {
     ) -> io::Result<()> {
         let (parent, new_parent) = (self.inodes.get(parent)?, self.inodes.get(new_parent)?);
         let flags = rustix::fs::RenameFlags::from_bits_retain(flags.bits());
-        let last = if flags.is_empty() { last_name(&new_parent, new_name) } else { None };
+        let replaced = if flags.is_empty() { look_at(&new_parent, new_name) } else { None };
         renameat_with(&parent, name, &new_parent, new_name, flags)?;
-        self.drop_pages_of(last);
+        self.has_lost(replaced, &new_parent, new_name);
+        let (old, new) = ((&*parent, name), (&*new_parent, new_name));
+        self.has_moved(old, new);
+        if flags.contains(rustix::fs::RenameFlags::EXCHANGE) {
+            self.has_moved(new, old);
+        }
         Ok(())
     }
 }
 
-/// The file that has this name and no other.
-fn last_name(parent: &Node, name: &OsStr) -> Option<FileId> {
-    let stat = statx(parent, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS).ok()?;
-    (stat.stx_nlink == 1).then(|| id_of(&stat))
+/// What is known of the file of this name.
+fn look_at(parent: &Node, name: &OsStr) -> Option<Statx> {
+    statx(parent, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS).ok()
 }

@@ -13,6 +13,7 @@ use std::os::unix::fs::{self as unix, FileExt, FileTypeExt, MetadataExt, OpenOpt
 use std::path::Path;
 use std::process::Command;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::support::{Tree, can_mount};
 
@@ -558,6 +559,71 @@ fn more_files_are_met_than_descriptors_may_be_open() {
     for number in 0..5000 {
         assert_eq!(fs::read_to_string(tree.target().join(number.to_string())).unwrap(), number.to_string());
     }
+}
+
+fn exchange(one: &Path, two: &Path) {
+    let (one, two) = (c(one), c(two));
+    // SAFETY: both are strings that outlive the call.
+    let done =
+        unsafe { libc::renameat2(libc::AT_FDCWD, one.as_ptr(), libc::AT_FDCWD, two.as_ptr(), libc::RENAME_EXCHANGE) };
+    assert_eq!(done, 0, "{}", io::Error::last_os_error());
+}
+
+#[test]
+fn more_files_are_renamed_and_have_other_names_than_descriptors_may_be_open() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted_with_descriptors(1000, &[]);
+    let place = |name: &str, number: u32| tree.target().join(format!("{name} {number}"));
+    fs::create_dir(tree.target().join("other")).unwrap();
+    for number in 0..2000 {
+        fs::write(place("made", number), number.to_string()).unwrap();
+        fs::rename(place("made", number), place("moved", number)).unwrap();
+        if number % 2 == 1 {
+            exchange(&place("moved", number - 1), &place("moved", number));
+        }
+    }
+    for number in 0..2000 {
+        assert_eq!(fs::read_to_string(place("moved", number)).unwrap(), (number ^ 1).to_string());
+        fs::hard_link(place("moved", number), place("other/link", number)).unwrap();
+        for name in ["moved", "other/link"] {
+            assert_eq!(fs::metadata(place(name, number)).unwrap().nlink(), 2);
+        }
+    }
+    // One that has more names than are known of a file.
+    let names = |number| tree.target().join(format!("name {number}"));
+    fs::write(names(0), "many").unwrap();
+    (1..100).for_each(|number| fs::hard_link(names(0), names(number)).unwrap());
+    for number in 0..2000 {
+        assert_eq!(fs::read_to_string(place("other/link", number)).unwrap(), (number ^ 1).to_string());
+    }
+    (0..100).for_each(|number| assert_eq!(fs::read_to_string(names(number)).unwrap(), "many"));
+}
+
+#[test]
+fn files_in_use_are_not_asked_for_room_without_end() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted_with_descriptors(2100, &[]);
+    // More than half of the descriptors: of directories, and of files that are open, each of which has two.
+    (0..230).for_each(|number| fs::create_dir(tree.target().join(format!("directory {number}"))).unwrap());
+    let open: Vec<File> =
+        (0..700).map(|number| File::create(tree.target().join(format!("file {number}"))).unwrap()).collect();
+    let tasks = || fs::read_dir(format!("/proc/{}/task", tree.child.id())).unwrap().map(|task| task.unwrap().path());
+    let task = tasks().find(|task| fs::read_to_string(task.join("comm")).unwrap() == "notices\n").unwrap();
+    let worked = || {
+        let schedstat = fs::read_to_string(task.join("schedstat")).unwrap();
+        Duration::from_nanos(schedstat.split(' ').next().unwrap().parse().unwrap())
+    };
+    let (begun, before) = (Instant::now(), worked());
+    while begun.elapsed() < Duration::from_secs(2) {
+        (0..200).for_each(|number| assert!(tree.target().join(format!("directory {number}")).exists()));
+    }
+    let (worked, elapsed) = (worked() - before, begun.elapsed());
+    assert!(worked < elapsed / 8, "it took {worked:?} of {elapsed:?}");
+    drop(open);
 }
 
 #[test]
