@@ -215,11 +215,13 @@ struct Place {
     alone: u32,
     /// Where it was allowed to run, if it stays now where the requests come from.
     stays: Option<CpuSet>,
+    /// It may not run there, as who administers this has it, or the system; that it may later is not looked for.
+    is_refused: bool,
 }
 
 impl Place {
     fn new(queue: usize, busy: Arc<AtomicU32>) -> Place {
-        Place { queue, busy, alone: 0, stays: None }
+        Place { queue, busy, alone: 0, stays: None, is_refused: false }
     }
 
     /// Calls `serve`, at the right place.
@@ -230,8 +232,8 @@ impl Place {
             self.alone = 0;
         }
         match self.stays.take() {
-            None if self.alone == ALONE_MANY => self.stay(),
-            Some(anywhere) if self.alone == 0 => drop(sched_setaffinity(None, &anywhere)),
+            None if self.alone == ALONE_MANY && !self.is_refused => self.stay(),
+            Some(anywhere) if self.alone == 0 => self.leave(&anywhere),
             as_it_is => self.stays = as_it_is,
         }
         serve();
@@ -240,11 +242,24 @@ impl Place {
 
     fn stay(&mut self) {
         let Ok(anywhere) = sched_getaffinity(None) else { return };
+        if anywhere.is_set(self.queue) && sched_setaffinity(None, &self.here()).is_ok() {
+            self.stays = Some(anywhere);
+        } else {
+            self.is_refused = true;
+        }
+    }
+
+    /// Unless somebody else has said meanwhile where it is to run.
+    fn leave(&self, anywhere: &CpuSet) {
+        if sched_getaffinity(None).is_ok_and(|now| now == self.here()) {
+            let _ = sched_setaffinity(None, anywhere);
+        }
+    }
+
+    fn here(&self) -> CpuSet {
         let mut here = CpuSet::new();
         here.set(self.queue);
-        if sched_setaffinity(None, &here).is_ok() {
-            self.stays = Some(anywhere);
-        }
+        here
     }
 }
 
@@ -391,3 +406,38 @@ fn part<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
 }
 
 const _: () = assert!(mem::size_of::<Entry128>() == 128 && ARGUMENT + ARGUMENT_BYTES == 256);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A thread that is to be at one processor may run on `allowed`, and serves alone, then with another; where it may run each time.
+    fn served(at: usize, allowed: &CpuSet) -> [CpuSet; 2] {
+        let serve = || {
+            sched_setaffinity(None, allowed).unwrap();
+            let busy = Arc::new(AtomicU32::new(0));
+            let mut place = Place::new(at, busy.clone());
+            let now = || sched_getaffinity(None).unwrap();
+            (0..2 * ALONE_MANY).for_each(|_| place.serve(|| ()));
+            let alone = now();
+            busy.store(1, Relaxed);
+            place.serve(|| ());
+            [alone, now()]
+        };
+        thread::scope(|scope| scope.spawn(serve).join().unwrap())
+    }
+
+    #[test]
+    fn a_thread_stays_with_who_asks_it_alone_but_only_where_it_may_run() {
+        let here = sched_getaffinity(None).unwrap();
+        let mut allowed = (0..CpuSet::MAX_CPU).filter(|cpu| here.is_set(*cpu));
+        let (Some(one), Some(other)) = (allowed.next(), allowed.next()) else { return };
+        let just = |cpu| {
+            let mut set = CpuSet::new();
+            set.set(cpu);
+            set
+        };
+        assert!(served(one, &here) == [just(one), here], "and lets go of it where there are others");
+        assert!(served(other, &just(one)) == [just(one), just(one)]);
+    }
+}
