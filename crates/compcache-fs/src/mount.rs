@@ -25,7 +25,7 @@ use rustix::process::{geteuid, getgid, getuid};
 use crate::error::FsError;
 use crate::inodes::Inodes;
 use crate::stamp::Stamp;
-use crate::tree::{ByLibrary, Notice, Parts, RING_BYTES_MAX, Tree};
+use crate::tree::{ByLibrary, Notice, Parts, RING_BYTES_MAX, Tree, request_bytes_max};
 use crate::watch::Watches;
 
 /// The node through which file systems are served.
@@ -276,16 +276,17 @@ fn connect(
     config.clone_fd = true;
     config.acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
     if !geteuid().is_root() {
-        config.mount_options = helper_options(source, limits);
+        config.mount_options = helper_options(source, limits, request_bytes_max(by_rings));
         return Session::new(tree, target, &config);
     }
     let device = OpenOptions::new().read(true).write(true).open(DEVICE)?;
     let device = OwnedFd::from(device);
     let mut how = format!(
-        "fd={},rootmode=40000,user_id={},group_id={},default_permissions",
+        "fd={},rootmode=40000,user_id={},group_id={},default_permissions,max_read={}",
         device.as_raw_fd(),
         getuid().as_raw(),
-        getgid().as_raw()
+        getgid().as_raw(),
+        request_bytes_max(by_rings)
     );
     if options.allow_other {
         how += ",allow_other";
@@ -313,7 +314,7 @@ fn flags(limits: StatVfsMountFlags) -> MountFlags {
 }
 
 /// The same for fusermount3, which forbids devices and set-user-ID programs by itself.
-fn helper_options(source: &Path, limits: StatVfsMountFlags) -> Vec<MountOption> {
+fn helper_options(source: &Path, limits: StatVfsMountFlags, read_bytes_max: u32) -> Vec<MountOption> {
     let name = source.to_string_lossy().into_owned();
     // A comma would begin another option.
     let name = if name.contains([',', '\\']) { "compcache".to_owned() } else { name };
@@ -322,6 +323,7 @@ fn helper_options(source: &Path, limits: StatVfsMountFlags) -> Vec<MountOption> 
         MountOption::FSName(name),
         MountOption::Subtype("compcache".into()),
         MountOption::DefaultPermissions,
+        MountOption::CUSTOM(format!("max_read={read_bytes_max}")),
         either(StatVfsMountFlags::RDONLY, MountOption::RO, MountOption::RW),
         either(StatVfsMountFlags::NOEXEC, MountOption::NoExec, MountOption::Exec),
     ]

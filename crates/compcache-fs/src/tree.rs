@@ -56,13 +56,19 @@ use directories::Entry;
 use names::Made;
 use xattrs::Value;
 
-/// The largest request to write, in bytes: what the kernel gives at most.
-const WRITE_BYTES_MAX: u32 = 1 << 20;
+/// The largest request to read or write, in bytes: what programs can ask for at a time. The kernel itself would read a whole file at once, for
+/// finit_module(2) say, if it was not told so where the tree is mounted.
+const REQUEST_BYTES_MAX: u32 = 1 << 20;
 /// How many requests of its own (read ahead, writing back) the kernel has under way at most.
 const BACKGROUND_MAX: u16 = 64;
 
 /// The same by io_uring, where each thread has memory for one: larger ones would save nothing.
 pub const RING_BYTES_MAX: u32 = 256 << 10;
+
+/// Either of the two.
+pub fn request_bytes_max(by_rings: bool) -> u32 {
+    if by_rings { RING_BYTES_MAX } else { REQUEST_BYTES_MAX }
+}
 
 /// The tree, as the library that speaks the protocol has it.
 pub struct ByLibrary(pub Arc<Tree>);
@@ -215,7 +221,7 @@ impl Filesystem for ByLibrary {
         if by_rings.load(Relaxed) && config.add_capabilities(InitFlags::FUSE_OVER_IO_URING).is_err() {
             by_rings.store(false, Relaxed);
         }
-        let _ = config.set_max_write(if by_rings.load(Relaxed) { RING_BYTES_MAX } else { WRITE_BYTES_MAX });
+        let _ = config.set_max_write(request_bytes_max(by_rings.load(Relaxed)));
         let _ = config.set_max_background(BACKGROUND_MAX);
         Ok(())
     }

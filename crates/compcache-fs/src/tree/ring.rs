@@ -83,7 +83,8 @@ impl Serve for Tree {
     fn serve(&self, asked: &Asked, mut answer: Answer<'_>) {
         if asked.opcode == opcode::READ {
             let (handle, offset, size) = (FileHandle(asked.u64_at(0)), asked.u64_at(8), asked.u32_at(16));
-            return self.read_file(handle, offset, size as usize, answer);
+            let size = answer.payload().len().min(size as usize);
+            return self.read_file(handle, offset, size, answer);
         }
         match self.done(asked, answer.payload()) {
             Ok(length) => answer.ok(length),
