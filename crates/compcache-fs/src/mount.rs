@@ -260,8 +260,21 @@ fn places(options: &MountOptions) -> Result<(PathBuf, PathBuf), FsError> {
     Ok((source, target))
 }
 
-/// Mounts, and agrees with the kernel on how it is served.
+/// Mounts, and agrees with the kernel on how it is served: by io_uring if that is meant, or else, if it has that enabled no more, without.
 fn connect(
+    tree: &Arc<Tree>,
+    options: &MountOptions,
+    source: &Path,
+    target: &Path,
+    limits: StatVfsMountFlags,
+) -> io::Result<Session<ByLibrary>> {
+    let is_meant = tree.by_rings.load(Relaxed);
+    let connected = connect_once(tree, options, source, target, limits);
+    let is_refused = connected.is_err() && is_meant && !tree.by_rings.load(Relaxed);
+    if is_refused { connect_once(tree, options, source, target, limits) } else { connected }
+}
+
+fn connect_once(
     tree: &Arc<Tree>,
     options: &MountOptions,
     source: &Path,
@@ -404,4 +417,54 @@ fn make_room(notifier: &Notifier, inodes: &Inodes) -> bool {
         }
     }
     !inodes.is_crowded()
+}
+
+#[cfg(test)]
+mod tests {
+    use compcache_testkit::features::{Feature, requires};
+
+    use super::*;
+
+    #[test]
+    fn a_kernel_that_has_io_uring_enabled_no_more_is_served_by_all_threads() {
+        if !requires(&[Feature::Root, Feature::Fuse]) {
+            return;
+        }
+        let (source, target) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let options = MountOptions {
+            threads: NonZeroUsize::new(3).unwrap(),
+            ..MountOptions::new(source.path(), target.path(), 1 << 20)
+        };
+        let (tree, _) = Tree::new(Parts {
+            inodes: Inodes::new(source.path()).unwrap().into(),
+            cache: Arc::new(Cache::new(options.memory_bytes, options.codec).unwrap()),
+            exclusive: false,
+            remembered: Duration::ZERO,
+            watches: None,
+            notices: channel().0,
+            by_rings: true,
+        });
+        let tree = Arc::new(tree);
+        let session = connect(&tree, &options, source.path(), target.path(), StatVfsMountFlags::empty()).unwrap();
+        let mounts = fs::read_to_string("/proc/mounts").unwrap();
+        if tree.by_rings.load(Relaxed) {
+            eprintln!("the kernel agrees to io_uring: this shows nothing");
+            return rustix::mount::unmount(target.path(), UnmountFlags::DETACH).unwrap();
+        }
+        assert_eq!(mounts.matches(target.path().to_str().unwrap()).count(), 1, "{mounts}");
+        assert!(mounts.contains(&format!("max_read={}", request_bytes_max(false))), "{mounts}");
+        let served = session.spawn().unwrap();
+        let threads = || {
+            let tasks = fs::read_dir("/proc/self/task").unwrap();
+            let names = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
+            names.filter(|name| name.starts_with("fuser-") && *name != "fuser-bg\n").count()
+        };
+        let give_up = Instant::now() + Duration::from_secs(20);
+        while threads() != 3 {
+            assert!(Instant::now() < give_up, "{} threads serve", threads());
+            thread::sleep(Duration::from_millis(5));
+        }
+        unmount(target.path()).unwrap();
+        served.join().unwrap();
+    }
 }

@@ -220,6 +220,8 @@ impl Filesystem for ByLibrary {
         let by_rings = &self.0.by_rings;
         if by_rings.load(Relaxed) && config.add_capabilities(InitFlags::FUSE_OVER_IO_URING).is_err() {
             by_rings.store(false, Relaxed);
+            // There are no threads for that, nor is the mount's largest read the right one.
+            return Err(std::io::ErrorKind::Unsupported.into());
         }
         let _ = config.set_max_write(request_bytes_max(by_rings.load(Relaxed)));
         let _ = config.set_max_background(BACKGROUND_MAX);
