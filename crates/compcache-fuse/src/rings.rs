@@ -337,8 +337,9 @@ impl Queue {
                     Ok(_) => self.completed(),
                     Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => None,
                     Err(error) if error.kind() == ErrorKind::ResourceBusy => None,
-                    // The ring is of no use any more. When the thread ends, the kernel fails what it was to serve.
-                    Err(_) => return,
+                    // What the thread had, who asked would wait for until the connection ends, and without it the queue may have nobody: so the
+                    // process ends, and the connection with it, as after any panic.
+                    Err(error) => panic!("io_uring fails for requests of processor {}: {error}", self.index),
                 },
                 early => early,
             };
