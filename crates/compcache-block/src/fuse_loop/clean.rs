@@ -50,12 +50,13 @@ pub fn clean(parent: &Path) -> Result<Cleaned, FuseLoopError> {
 
 /// Takes the directories over whose owners are dead.
 fn dead_places(parent: &Path) -> io::Result<Vec<Place>> {
+    // If this fails on the way they go after the lock, which is taken to remove them.
+    let mut dead = Vec::new();
     let _order = match lock_parent(parent) {
         Ok(order) => order,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error),
     };
-    let mut dead = Vec::new();
     for entry in fs::read_dir(fs::canonicalize(parent)?)? {
         let entry = entry?;
         if !is_name_of_place(&entry.file_name().to_string_lossy()) {

@@ -84,7 +84,8 @@ impl Place {
         Ok(place)
     }
 
-    /// Takes over the directory of a process that ended; `None` if it lives, or if others are at it.
+    /// Takes over the directory of a process that ended; `None` if it lives, or if others are at it. To be called with the parent locked: one that
+    /// has no lock is then of a process that ended before it made it, or while it removed all.
     pub fn take_over(directory: &Path) -> io::Result<Option<Place>> {
         let mut lock = open_lock(directory)?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
@@ -164,6 +165,12 @@ impl Place {
     }
 
     fn remove_directory(&self) -> io::Result<()> {
+        // Who looks for dead ones would take this for one, whose lock was never made, and make that anew.
+        let parent = self.directory.parent().expect("it was made in one");
+        let _order = match lock_parent(parent) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            order => order?,
+        };
         let gone = |result: io::Result<()>| match result {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             other => other,
@@ -223,6 +230,9 @@ fn status_of_dying(status: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+    use super::super::clean;
     use super::*;
 
     #[test]
@@ -245,5 +255,22 @@ mod tests {
         let mut taken = Place::take_over(&directory).unwrap().expect("its lock is free");
         taken.remove().unwrap();
         assert!(!directory.exists() && two.directory().exists());
+    }
+
+    #[test]
+    fn a_place_is_removed_whole_while_others_look_for_dead_ones() {
+        let parent = tempfile::tempdir().unwrap();
+        let is_done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_done.load(Relaxed) {
+                    assert!(clean(parent.path()).unwrap().left.is_empty());
+                }
+            });
+            let removed: Vec<_> =
+                (0..200).map(|_| Place::create(parent.path()).and_then(|mut place| place.remove())).collect();
+            is_done.store(true, Relaxed);
+            removed.into_iter().for_each(|removed| removed.unwrap());
+        });
     }
 }
