@@ -7,6 +7,7 @@ mod cli;
 mod control;
 mod disk;
 mod doctor;
+mod end_signals;
 mod kernel;
 mod mount;
 mod pages;

@@ -19,12 +19,11 @@ use compcache_fs::{CacheStats, FsError, Mount, MountOptions, is_dead};
 use rustix::fs::{XattrFlags, getxattr, setxattr};
 use rustix::io::Errno;
 use sd_notify::NotifyState;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
-use signal_hook::iterator::Signals;
 
 use crate::cgroup;
 use crate::cli::{MountArgs, RemountArgs, ShowArgs, UmountArgs};
 use crate::disk::ended;
+use crate::end_signals::EndSignals;
 use crate::kernel::ram_bytes;
 use crate::run::{STATUS_FAILED, say};
 use crate::size::Shown;
@@ -51,7 +50,7 @@ pub fn mount(args: MountArgs, arguments: &[OsString]) -> ExitCode {
 
 fn serve(mut args: MountArgs) -> anyhow::Result<()> {
     let forbidden = options::apply(&mut args)?;
-    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGQUIT]).context("cannot wait for signals")?;
+    let mut signals = EndSignals::new()?;
     let options = MountOptions {
         allow_other: args.allow_other,
         codec: args.codec.of_store(),
@@ -78,12 +77,8 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
     let _ = sd_notify::notify(&[NotifyState::Ready]);
     let ends = signals.handle();
     let watcher = thread::Builder::new().name("signals".into()).spawn(move || {
-        for _ in &mut signals {
-            // Whoever uses it would lose what he has open.
-            if let Err(error) = compcache_fs::unmount(&target) {
-                say(&format!("compcache: not ending: {:#}\n", anyhow::Error::from(error)));
-            }
-        }
+        // Whoever uses it would lose what he has open. Unmounted, it is served on where others have it in a namespace of theirs.
+        while signals.wait_until(|| Ok(compcache_fs::unmount(&target)?)) {}
     });
     let watcher = watcher.context("cannot start the thread that waits for signals")?;
     let served = mount.wait();

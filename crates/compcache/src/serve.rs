@@ -44,12 +44,11 @@ use compcache_store::{Store, StoreConfig, Worker};
 use listenfd::ListenFd;
 use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit};
 use sd_notify::NotifyState;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
-use signal_hook::iterator::Signals;
 
 use crate::cgroup;
 use crate::cli::ServeArgs;
 use crate::control::{Control, default_socket};
+use crate::end_signals::EndSignals;
 use crate::kernel::{clock_ns, ram_bytes};
 use crate::run::{STATUS_FAILED, say};
 use crate::serve::cold::Cold;
@@ -83,7 +82,7 @@ pub fn serve(args: &ServeArgs) -> ExitCode {
 
 fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
     // First of all: a signal from here on ends us in order.
-    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGQUIT]).context("cannot wait for signals")?;
+    let mut signals = EndSignals::new()?;
     // And before there is any other thread.
     let limits = Limits::new(args)?;
     let limit_bytes = limits.bytes;
@@ -108,17 +107,10 @@ fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
     // Nobody listens where no service manager is; nothing depends on it.
     let _ = sd_notify::notify(&[NotifyState::Ready]);
     say(&format!("compcache: serving at {}; all disks together may take {limits} of memory\n", socket.display()));
-    for _ in &mut signals {
-        match disks.remove_all() {
-            Ok(()) => {
-                // Said before, a service manager would kill us for not ending.
-                let _ = sd_notify::notify(&[NotifyState::Stopping]);
-                break;
-            }
-            // Whoever uses it would lose what it holds.
-            Err(error) => say(&format!("compcache: not ending: {error:#}\n")),
-        }
-    }
+    // Whoever uses a disk would lose what it holds.
+    signals.wait_until(|| disks.remove_all());
+    // Said before, a service manager would kill us for not ending.
+    let _ = sd_notify::notify(&[NotifyState::Stopping]);
     Ok(())
 }
 

@@ -29,6 +29,7 @@ use signal_hook::iterator::backend::SignalDelivery;
 use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::low_level::siginfo::{Cause, Origin};
 
+pub use inherited::was_ignored;
 pub use send::die_by;
 
 /// What is passed on beside real-time signals: all that can be caught and end a process, but for faults of its own code, and

@@ -49,6 +49,7 @@ mod disk_clients;
 mod disk_cold;
 mod disk_origin;
 mod disks;
+mod end_signals;
 mod memory_tester;
 mod mount;
 mod mount_below;

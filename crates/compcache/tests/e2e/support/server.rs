@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::thread;
@@ -28,21 +29,19 @@ impl Server {
     }
 
     pub fn start_in(directory: TempDir, arguments: &[&str]) -> Server {
-        let mut child = Command::new(compcache())
-            .args(["serve", "--socket"])
-            .arg(directory.path().join("control"))
-            .args(arguments)
-            .stdin(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("compcache can be started");
+        Server::start_ignoring(&[], directory, arguments)
+    }
+
+    /// One for which these signals are ignored when it is started.
+    pub fn start_ignoring(ignored: &'static [i32], directory: TempDir, arguments: &[&str]) -> Server {
+        let mut command = Command::new(compcache());
+        command.args(["serve", "--socket"]).arg(directory.path().join("control")).args(arguments);
+        ignore(&mut command, ignored);
+        let mut child = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().expect("compcache can be started");
         let said = BufReader::new(child.stderr.take().expect("it is piped"));
         let mut server = Server { child, said, directory };
         // It may speak first of what a dead one has left.
-        let mut text = String::new();
-        while !text.contains("serving at") {
-            assert!(server.said.read_line(&mut text).expect("it says text") > 0, "it ended: {text}");
-        }
+        server.hears("serving at");
         server
     }
 
@@ -84,6 +83,16 @@ impl Server {
         assert!(Command::new("kill").args([name, &pid]).status().expect("kill runs").success());
     }
 
+    /// Waits until it has said this.
+    #[track_caller]
+    pub fn hears(&mut self, words: &str) -> String {
+        let mut text = String::new();
+        while !text.contains(words) {
+            assert!(self.said.read_line(&mut text).expect("it says text") > 0, "it ended: {text}");
+        }
+        text
+    }
+
     /// Waits for its end; what it said meanwhile.
     pub fn ended(mut self) -> (std::process::ExitStatus, String, TempDir) {
         let until = Instant::now() + PATIENCE;
@@ -115,6 +124,20 @@ impl Drop for Server {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Of the signals that ask a server to end these are ignored where the command starts, and no others, whatever holds for the test.
+pub fn ignore(command: &mut Command, ignored: &'static [i32]) {
+    let set = move || {
+        for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM] {
+            let action = if ignored.contains(&signal) { libc::SIG_IGN } else { libc::SIG_DFL };
+            // SAFETY: neither action has code of its own.
+            unsafe { libc::signal(signal, action) };
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec nothing but that is done, which is async-signal-safe.
+    unsafe { command.pre_exec(set) };
 }
 
 pub fn ask(socket: &Path, arguments: &[&str]) -> Output {

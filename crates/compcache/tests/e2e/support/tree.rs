@@ -13,7 +13,7 @@ use compcache_testkit::features::{Feature, requires};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{PATIENCE, by_rings, compcache, said, scratch};
+use super::{PATIENCE, by_rings, compcache, ignore, said, scratch};
 
 /// Whether trees can be mounted here, and there are these programs.
 pub fn can_mount(programs: &[&'static str]) -> bool {
@@ -35,17 +35,22 @@ pub struct Tree {
 impl Tree {
     /// An empty tree, mounted beside its source.
     pub fn mounted(arguments: &[&str]) -> Tree {
-        Tree::start(scratch(), false, None, arguments)
+        Tree::start(scratch(), false, None, &[], arguments)
+    }
+
+    /// One whose server has these signals ignored when it is started.
+    pub fn mounted_ignoring(ignored: &'static [i32]) -> Tree {
+        Tree::start(scratch(), false, None, ignored, &[])
     }
 
     /// One in a directory where there may be a source already.
     pub fn mounted_in(directory: TempDir, arguments: &[&str]) -> Tree {
-        Tree::start(directory, false, None, arguments)
+        Tree::start(directory, false, None, &[], arguments)
     }
 
     /// One that is mounted over itself.
     pub fn over_itself(directory: TempDir, arguments: &[&str]) -> Tree {
-        Tree::start(directory, true, None, arguments)
+        Tree::start(directory, true, None, &[], arguments)
     }
 
     /// One whose server may have so many files open.
@@ -56,7 +61,7 @@ impl Tree {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         };
-        Tree::start(scratch(), false, Some(Box::new(set)), arguments)
+        Tree::start(scratch(), false, Some(Box::new(set)), &[], arguments)
     }
 
     /// One whose server is told `errno` by the system call of number `refused`, whatever it asks for.
@@ -78,10 +83,16 @@ impl Tree {
                 _ => Err(io::Error::last_os_error()),
             }
         };
-        Tree::start(scratch(), false, Some(Box::new(set)), &[])
+        Tree::start(scratch(), false, Some(Box::new(set)), &[], &[])
     }
 
-    fn start(directory: TempDir, over: bool, prepare: Option<Prepare>, arguments: &[&str]) -> Tree {
+    fn start(
+        directory: TempDir,
+        over: bool,
+        prepare: Option<Prepare>,
+        ignored: &'static [i32],
+        arguments: &[&str],
+    ) -> Tree {
         fs::set_permissions(directory.path(), Permissions::from_mode(0o755)).unwrap();
         let (source, target) = (directory.path().join("source"), directory.path().join("target"));
         for path in [&source, &target] {
@@ -92,6 +103,7 @@ impl Tree {
         }
         let mut command = Command::new(compcache());
         command.arg("mount").args(arguments).arg(&source).arg(if over { &source } else { &target });
+        ignore(&mut command, ignored);
         if let Some(prepare) = prepare {
             // SAFETY: that is all that is done between fork and exec.
             unsafe { command.pre_exec(prepare) };
