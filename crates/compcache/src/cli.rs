@@ -149,7 +149,8 @@ pub struct DoctorArgs {
 ///
 /// Stays in the foreground, for a terminal or a service manager; the commands of `compcache disk` ask it for what they do.
 /// What the disks hold is in its memory, and is gone when it ends. Under systemd it takes the socket it is handed over,
-/// and says when it is ready. Signals that are ignored when it starts (nohup) stay so.
+/// and says when it is ready. While a disk is in use no signal but SIGKILL ends it: SIGTERM does as soon as none is, ^C not.
+/// Signals that are ignored when it starts (nohup) stay so.
 #[derive(Args)]
 pub struct ServeArgs {
     /// Listen here for commands [default: /run/compcache/control.sock for root, else under $XDG_RUNTIME_DIR]
@@ -367,8 +368,8 @@ pub struct SwapOffArgs {
 
 /// Show a file tree in another place, or over itself, with its pages kept compressed
 ///
-/// Stays in the foreground (without --background) and serves the mount until it is unmounted or a signal asks it to end, which it does unless the mount is in use.
-/// Signals that are ignored when it starts (nohup) stay so.
+/// Stays in the foreground (without --background) and serves the mount until it is unmounted or a signal asks it to end, which it does unless the mount is in use; asked by SIGTERM it
+/// ends as soon as it is not. Signals that are ignored when it starts (nohup) stay so.
 /// What is written goes to the files at the source; they are what they are on any file system when it has ended, however that was.
 #[derive(Args)]
 #[command(after_help = SIZE_NOTE)]

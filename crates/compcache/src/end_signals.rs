@@ -1,4 +1,12 @@
-//! The signals that ask a server to end.
+//! The signals that ask a server to end, and what becomes of a server that cannot end yet.
+//!
+//! | signal                  | sent by                             | where the end is refused                    |
+//! |-------------------------|-------------------------------------|---------------------------------------------|
+//! | SIGTERM                 | a service manager, once; `kill`     | tried again each second, until it succeeds  |
+//! | SIGINT, SIGQUIT, SIGHUP | a terminal: its keys, and its end   | it is said, and that is all                 |
+//!
+//! A service manager stops what uses a server at the same time as the server, and asks nobody twice: after a while it kills. Who
+//! has pressed ^C and was refused knows that the server goes on, and must not find it gone an hour later.
 //!
 //! A signal that was ignored when we were started (`nohup`, a job in the background of a script) stays ignored.
 
@@ -6,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use anyhow::Context;
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::Handle;
@@ -39,25 +47,35 @@ impl EndSignals {
         self.delivery.handle()
     }
 
-    /// Has `end` try whenever a signal asks, and says why it could not. Returns when it could, or `false` when the handle was closed.
+    /// Has `end` try whenever a signal asks, and says why it could not, each time that it is asked or the reason is
+    /// another. Returns when it could, or `false` when the handle was closed.
     pub fn wait_until(&mut self, mut end: impl FnMut() -> anyhow::Result<()>) -> bool {
+        let (mut insists, mut told) = (false, String::new());
         loop {
-            let asked = self.wait();
+            let asked = self.wait(insists.then_some(BETWEEN_TRIES));
             if self.delivery.handle().is_closed() {
                 return false;
             }
-            if asked.is_empty() {
+            if asked.is_empty() && !insists {
                 continue;
             }
+            insists |= asked.contains(&SIGTERM);
             let Err(error) = end() else { return true };
-            say(&format!("compcache: not ending: {error:#}\n"));
+            let why = format!("{error:#}");
+            if asked.is_empty() && why == told {
+                continue;
+            }
+            let again = if insists { "; trying again until it can be done" } else { "" };
+            say(&format!("compcache: not ending: {why}{again}\n"));
+            told = why;
         }
     }
 
-    /// Sleeps until a signal has come. May return earlier.
-    fn wait(&mut self) -> Vec<i32> {
+    /// Sleeps until a signal has come or `longest` has passed. May return earlier.
+    fn wait(&mut self, longest: Option<Duration>) -> Vec<i32> {
+        let timeout = longest.map(|longest| Timespec { tv_sec: longest.as_secs() as i64, tv_nsec: 0 });
         let mut fds = [PollFd::new(self.delivery.get_read(), PollFlags::IN)];
-        match poll(&mut fds, None) {
+        match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             // It has no memory for it, perhaps; the next second may be better.
             Err(_) => std::thread::sleep(BETWEEN_TRIES),

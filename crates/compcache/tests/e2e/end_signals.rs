@@ -1,6 +1,8 @@
-//! Servers that are asked to end: by which signals, and by which not.
+//! Servers that are asked to end: by which signals, and what becomes of one that cannot yet.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Child;
 use std::thread;
@@ -10,6 +12,17 @@ use crate::support::{PATIENCE, Server, Tree, can_mount, scratch};
 
 /// As `nohup` and a script's `&` leave them.
 const IGNORED: &[i32] = &[libc::SIGHUP, libc::SIGINT, libc::SIGQUIT];
+
+/// Longer than what is between two tries.
+const A_WHILE: Duration = Duration::from_millis(2500);
+
+/// A disk with a client, who is there as long as the answer lives.
+fn disk_in_use(server: &Server) -> UnixStream {
+    server.ok(&["disk", "create", "--name", "d", "--size", "1M", "--transport", "nbd"]);
+    let mut client = UnixStream::connect(server.directory.path().join("d.nbd")).expect("it listens");
+    client.read_exact(&mut [0; 18]).expect("it greets");
+    client
+}
 
 fn send(signal: i32, child: &Child) {
     // SAFETY: it takes numbers, and the process is our child, not yet waited for.
@@ -56,4 +69,60 @@ fn signals_that_were_ignored_when_a_tree_was_mounted_do_not_end_it() {
     assert!(tree.child.try_wait().unwrap().is_none() && is_mounted(&tree.target()));
     send(libc::SIGTERM, &tree.child);
     ends(&mut tree.child);
+}
+
+#[test]
+fn a_server_asked_once_by_sigterm_ends_when_its_disk_is_not_used_any_more() {
+    let mut server = Server::start(&[]);
+    let client = disk_in_use(&server);
+    server.signal("-TERM");
+    server.hears("not ending: disk d");
+    thread::sleep(A_WHILE);
+    assert!(server.ok(&["list"]).contains("d "));
+    drop(client);
+    let (status, text, _) = server.ended();
+    assert!(status.success() && !text.contains("not ending"), "it is said again: {text}");
+}
+
+#[test]
+fn a_server_that_refused_a_key_of_the_terminal_goes_on() {
+    let mut server = Server::start(&[]);
+    let client = disk_in_use(&server);
+    server.signal("-INT");
+    assert!(!server.hears("not ending: disk d").contains("again"));
+    drop(client);
+    thread::sleep(A_WHILE);
+    assert!(server.ok(&["list"]).contains("d "));
+}
+
+#[test]
+fn a_mount_asked_once_by_sigterm_ends_when_it_is_not_used_any_more() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&[]);
+    let mut held = File::create(tree.target().join("f")).unwrap();
+    send(libc::SIGTERM, &tree.child);
+    thread::sleep(A_WHILE);
+    assert!(tree.child.try_wait().unwrap().is_none(), "it ended, though a file is open");
+    held.write_all(b"still served").unwrap();
+    drop(held);
+    ends(&mut tree.child);
+    assert!(!is_mounted(&tree.target()));
+    assert_eq!(fs::read(tree.source().join("f")).unwrap(), b"still served");
+}
+
+#[test]
+fn a_mount_that_refused_a_key_of_the_terminal_goes_on() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&[]);
+    let held = File::create(tree.target().join("f")).unwrap();
+    send(libc::SIGINT, &tree.child);
+    thread::sleep(Duration::from_millis(300));
+    drop(held);
+    thread::sleep(A_WHILE);
+    assert!(tree.child.try_wait().unwrap().is_none() && is_mounted(&tree.target()));
+    tree.unmount();
 }

@@ -79,7 +79,7 @@ fn scans_and_is_not_taken_away(wire: Wire) {
 /compcache disk reset $disk; status reset $?
 /compcache disk resize $disk 64M; status shrink $?
 echo "score $(cat /proc/$server/oom_score_adj) boost $(cat /proc/sys/vm/watermark_boost_factor)"
-kill $server; sleep 1; kill -0 $server; status served $?
+kill -HUP $server; sleep 1; kill -0 $server; status served $?
 (work /scan {held} 1000) >/dev/null & holder=$!
 swapped_out {swapped_kib}
 /compcache swap off $disk; status full $?

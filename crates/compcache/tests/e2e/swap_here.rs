@@ -137,7 +137,7 @@ fn swap_is_on_until_it_is_off_and_the_disk_stays_as_long() {
     }
     swap.server.refuses(&["disk", "resize", "s", "64M"], &["it is swap space"]);
     swap.server.refuses(&[&ON[..], &["s"]].concat(), &["swap stays as it was", "already"]);
-    swap.server.signal("-TERM");
+    swap.server.signal("-INT");
     std::thread::sleep(Duration::from_millis(300));
     assert!(swap.used_bytes().is_some() && swap.server.ok(&["list"]).contains("[SWAP]"), "the server is gone");
 

@@ -87,7 +87,7 @@ impl Host {
                 "started\n".to_owned()
             }
             "pause" => "pausing\n".to_owned(),
-            "TERM" | "STOP" | "CONT" => {
+            "INT" | "STOP" | "CONT" => {
                 self.server.signal(&format!("-{asked}"));
                 format!("sent {asked}\n")
             }
@@ -184,7 +184,7 @@ fn a_machine_with_one_processor_swaps_to_another_which_does_not_take_the_disk_aw
 host disk rm far
 host disk reset far
 host disk resize far 64M
-host TERM
+host INT
 host list
 (work /scan 140 1000 --content /content) >/dev/null & holder=$!
 swapped_out 20000
