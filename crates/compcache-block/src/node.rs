@@ -173,8 +173,8 @@ impl Node {
     /// Who claimed it for himself: swap, a mount, or a block device on top.
     fn claimed_by(&self) -> Option<Holder> {
         let path = self.path();
-        let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
-        if swaps_to(&swaps, &path) {
+        let swaps = fs::read("/proc/swaps").unwrap_or_default();
+        if swaps_to(&String::from_utf8_lossy(&swaps), &path) {
             return Some(Holder::Swap);
         }
         let number = fs::read_to_string(format!("/sys/block/{}/dev", self.name)).unwrap_or_default();
@@ -260,33 +260,8 @@ fn swaps_to(swaps: &str, node: &Path) -> bool {
 /// Where a file system on the device is mounted, from `/proc/self/mountinfo`. Btrfs shows a device number of its own,
 /// but names its source.
 fn mounted_at(mounts: &[u8], number: &str, source: &Path) -> Option<PathBuf> {
-    let source = source.as_os_str().as_bytes();
-    mounts.split(|byte| *byte == b'\n').find_map(|line| {
-        let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
-        let dash = fields.iter().position(|field| *field == b"-")?;
-        let is_it = fields.get(2) == Some(&number.as_bytes()) || fields.get(dash + 2) == Some(&source);
-        is_it.then(|| unescape(fields[4]))
-    })
-}
-
-/// A path as the kernel writes it in tables: blanks and backslashes as three octal digits.
-pub(crate) fn unescape(field: &[u8]) -> PathBuf {
-    let mut path = Vec::with_capacity(field.len());
-    let mut rest = field;
-    while let Some((&byte, after)) = rest.split_first() {
-        let octal = after.get(..3).and_then(|digits| u8::from_str_radix(str::from_utf8(digits).ok()?, 8).ok());
-        match (byte, octal) {
-            (b'\\', Some(value)) => {
-                path.push(value);
-                rest = &after[3..];
-            }
-            _ => {
-                path.push(byte);
-                rest = after;
-            }
-        }
-    }
-    Path::new(OsStr::from_bytes(&path)).to_owned()
+    let mut all = compcache_fuse::mounts(mounts);
+    all.find(|one| one.device == number.as_bytes() || one.source() == source).map(|one| one.place())
 }
 
 #[cfg(test)]

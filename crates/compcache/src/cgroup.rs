@@ -4,8 +4,12 @@
 //! of what is mounted. Example: `/proc/self/cgroup` says `0::/user.slice/job`, the mount is at `/sys/fs/cgroup`, so
 //! `/sys/fs/cgroup/user.slice/job/memory.max` is read first, then `/sys/fs/cgroup/user.slice/memory.max`, then the top.
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+
+use compcache_fuse::{Mounted, mounts, table_of_mounts};
 
 /// Limits of this many bytes and more mean none: version 1 writes "none" as the largest multiple of a page.
 const NO_LIMIT_BYTES: u64 = 1 << 60;
@@ -21,9 +25,9 @@ pub struct Limit {
 
 /// The tightest memory limit of this process's control groups; `None` where there is none.
 pub fn memory_limit() -> Option<Limit> {
-    let cgroups = fs::read_to_string("/proc/self/cgroup").ok()?;
-    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
-    hierarchies(&cgroups, &mounts).iter().filter_map(|hierarchy| hierarchy.tightest(read_limit)).min_by_key(|l| l.bytes)
+    let cgroups = fs::read("/proc/self/cgroup").ok()?;
+    let table = table_of_mounts().ok()?;
+    hierarchies(&cgroups, &table).iter().filter_map(|hierarchy| hierarchy.tightest(read_limit)).min_by_key(|l| l.bytes)
 }
 
 fn read_limit(file: &Path) -> Option<u64> {
@@ -58,53 +62,44 @@ impl Hierarchy {
 }
 
 /// The hierarchies that may limit memory, from `/proc/self/cgroup` and `/proc/self/mountinfo`.
-fn hierarchies(cgroups: &str, mounts: &str) -> Vec<Hierarchy> {
-    mounts.lines().filter_map(|mount| hierarchy(cgroups, mount)).collect()
+fn hierarchies(cgroups: &[u8], table: &[u8]) -> Vec<Hierarchy> {
+    mounts(table).filter_map(|mounted| hierarchy(cgroups, &mounted)).collect()
 }
 
-fn hierarchy(cgroups: &str, mount: &str) -> Option<Hierarchy> {
-    let (before, after) = mount.split_once(" - ")?;
-    let mut before = before.split(' ').skip(3);
-    let (root, top) = (unescape(before.next()?), unescape(before.next()?));
-    let mut after = after.split(' ');
-    let (kind, options) = (after.next()?, after.nth(1)?);
-    let (file, controller) = match kind {
-        "cgroup2" => ("memory.max", ""),
-        "cgroup" if options.split(',').any(|option| option == "memory") => ("memory.limit_in_bytes", "memory"),
+fn hierarchy(cgroups: &[u8], mounted: &Mounted) -> Option<Hierarchy> {
+    let has = |list: &[u8], wanted: &[u8]| list.split(|byte| *byte == b',').any(|one| one == wanted);
+    let (file, controller) = match mounted.kind {
+        b"cgroup2" => ("memory.max", &b""[..]),
+        b"cgroup" if has(mounted.super_options, b"memory") => ("memory.limit_in_bytes", &b"memory"[..]),
         _ => return None,
     };
-    let path = cgroups.lines().find_map(|line| {
-        let mut fields = line.splitn(3, ':').skip(1);
+    let path = cgroups.split(|byte| *byte == b'\n').find_map(|line| {
+        let mut fields = line.splitn(3, |byte| *byte == b':').skip(1);
         let controllers = fields.next()?;
         let path = fields.next()?;
-        controllers.split(',').any(|name| name == controller).then_some(path)
+        has(controllers, controller).then(|| Path::new(OsStr::from_bytes(path)))
     })?;
+    let top = mounted.place();
     // A bind mount, as containers use it, shows a part of the hierarchy, whose root is then not "/".
-    let group = match Path::new(path).strip_prefix(&root) {
-        Ok(below) => Path::new(&top).join(below),
-        Err(_) => PathBuf::from(&top),
+    let group = match path.strip_prefix(mounted.root()) {
+        Ok(below) => top.join(below),
+        Err(_) => top.clone(),
     };
-    Some(Hierarchy { group, top: top.into(), file })
-}
-
-/// mountinfo writes blanks, tabs, newlines and backslashes as three octal digits.
-fn unescape(field: &str) -> String {
-    [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
-        .into_iter()
-        .fold(field.to_owned(), |text, (escape, plain)| text.replace(escape, plain))
+    Some(Hierarchy { group, top, file })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const V1: &str = "35 24 0:30 / /sys/fs/cgroup/memory rw,nosuid shared:9 - cgroup cgroup rw,memory\n\
+    const V1: &[u8] = b"30 24 0:29 / /srv/\xff rw - tmpfs none rw\n\
+                      35 24 0:30 / /sys/fs/cgroup/memory rw,nosuid shared:9 - cgroup cgroup rw,memory\n\
                       36 24 0:31 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n\
                       40 24 0:32 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw,nsdelegate";
 
     #[test]
     fn a_v1_group_is_found_below_its_controllers_mount() {
-        let found = hierarchies("4:memory:/a/b\n1:cpu:/\n0::/\n", V1);
+        let found = hierarchies(b"4:memory:/a/b\n1:cpu:/\xff\n0::/\n", V1);
         let memory = |file| move |h: &&Hierarchy| h.file == file;
         let v1 = found.iter().find(memory("memory.limit_in_bytes")).unwrap();
         assert_eq!(v1.group, Path::new("/sys/fs/cgroup/memory/a/b"));
@@ -115,9 +110,9 @@ mod tests {
 
     #[test]
     fn a_container_sees_its_part_of_the_hierarchy() {
-        let mount = "40 24 0:32 /docker/77 /sys/fs/cgroup ro - cgroup2 cgroup rw";
-        assert_eq!(hierarchies("0::/docker/77/job\n", mount)[0].group, Path::new("/sys/fs/cgroup/job"));
-        assert_eq!(hierarchies("0::/../elsewhere\n", mount)[0].group, Path::new("/sys/fs/cgroup"));
+        let mount = b"40 24 0:32 /docker/77 /sys/fs/cgroup ro - cgroup2 cgroup rw";
+        assert_eq!(hierarchies(b"0::/docker/77/job\n", mount)[0].group, Path::new("/sys/fs/cgroup/job"));
+        assert_eq!(hierarchies(b"0::/../elsewhere\n", mount)[0].group, Path::new("/sys/fs/cgroup"));
     }
 
     #[test]

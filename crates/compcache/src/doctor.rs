@@ -130,7 +130,7 @@ impl Facts {
                 .and_then(|line| kernel::chosen(&line).map(str::to_owned)),
             zram: Path::new("/sys/class/zram-control").exists(),
             zswap: kernel::setting("/sys/module/zswap/parameters/enabled").map(|enabled| enabled == "Y"),
-            swap_in_use: std::fs::read_to_string("/proc/swaps").is_ok_and(|swaps| swaps.lines().count() > 1),
+            swap_in_use: std::fs::read("/proc/swaps").is_ok_and(|swaps| swaps.split(|byte| *byte == b'\n').count() > 2),
             ublk: device("/dev/ublk-control"),
             ublk_resize: ublk::probe().ok().map(|abilities| abilities.resize),
             fuse: device("/dev/fuse"),

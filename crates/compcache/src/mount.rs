@@ -9,13 +9,14 @@ pub mod options;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
-use std::path::{Path, PathBuf, absolute};
+use std::path::{Path, absolute};
 use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use compcache_fs::{CacheStats, FsError, Mount, MountOptions, is_dead};
+use compcache_fuse::{table_of_mounts, uppermost};
 use rustix::fs::{XattrFlags, getxattr, setxattr};
 use rustix::io::Errno;
 use sd_notify::NotifyState;
@@ -149,9 +150,9 @@ fn shown(args: &ShowArgs) -> anyhow::Result<String> {
 /// That a directory is one of our mounts.
 fn ours(target: &Path) -> anyhow::Result<()> {
     let whole = fs::canonicalize(target).or_else(|_| absolute(target))?;
-    let mounts = fs::read_to_string("/proc/self/mountinfo").context("cannot read the table of mounts")?;
-    match kinds_at(&mounts, &whole).last() {
-        Some(kind) if *kind == KIND => Ok(()),
+    let mounts = table_of_mounts().context("cannot read the table of mounts")?;
+    match uppermost(&mounts, &whole) {
+        Some(mounted) if mounted.kind == KIND.as_bytes() => Ok(()),
         _ => bail!("{} is not where compcache has mounted something", whole.display()),
     }
 }
@@ -175,46 +176,13 @@ pub fn umount(args: &UmountArgs) -> ExitCode {
 fn unmounted(target: &Path) -> anyhow::Result<()> {
     // A mount whose server is dead can be named, but not looked at.
     let target = fs::canonicalize(target).or_else(|_| absolute(target))?;
-    let mounts = fs::read_to_string("/proc/self/mountinfo").context("cannot read the table of mounts")?;
-    match kinds_at(&mounts, &target).last() {
+    let mounts = table_of_mounts().context("cannot read the table of mounts")?;
+    match uppermost(&mounts, &target) {
         None => bail!("nothing is mounted on {}", target.display()),
-        Some(kind) if *kind != KIND => {
+        Some(mounted) if mounted.kind != KIND.as_bytes() => {
+            let kind = String::from_utf8_lossy(mounted.kind);
             bail!("what is mounted on {} is {kind}, not ours; use umount", target.display())
         }
         Some(_) => compcache_fs::unmount(&target).map_err(FsError::into),
-    }
-}
-
-/// What is mounted on a directory, the lowest first.
-fn kinds_at<'m>(mounts: &'m str, target: &Path) -> Vec<&'m str> {
-    let at = |line: &'m str| {
-        let (place, rest) = line.split_once(" - ")?;
-        let place = PathBuf::from(unescaped(place.split(' ').nth(4)?));
-        (place == target).then(|| rest.split(' ').next())?
-    };
-    mounts.lines().filter_map(at).collect()
-}
-
-/// The kernel writes blanks, tabs, line ends and backslashes as octal numbers.
-pub fn unescaped(place: &str) -> String {
-    [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
-        .iter()
-        .fold(place.to_owned(), |place, (escape, plain)| place.replace(escape, plain))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const MOUNTS: &str = "\
-        22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
-        90 22 0:50 / /mnt/a\\040b rw - fuse.compcache /srv rw\n\
-        91 90 0:51 / /mnt/a\\040b rw - tmpfs none rw\n";
-
-    #[test]
-    fn the_uppermost_mount_of_a_directory_is_the_last() {
-        assert_eq!(kinds_at(MOUNTS, Path::new("/mnt/a b")), ["fuse.compcache", "tmpfs"]);
-        assert_eq!(kinds_at(MOUNTS, Path::new("/mnt/a")), [""; 0]);
-        assert_eq!(kinds_at(MOUNTS, Path::new("/")), ["ext4"]);
     }
 }

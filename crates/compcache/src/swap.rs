@@ -143,8 +143,10 @@ fn free_name(disks: &[DiskState]) -> String {
     (0..).map(|nth| format!("swap{nth}")).find(is_free).expect("endless")
 }
 
+/// Text; of a name that is none, what can be read of it.
 fn read(path: &str) -> anyhow::Result<String> {
-    fs::read_to_string(path).with_context(|| format!("cannot read {path}"))
+    let bytes = fs::read(path).with_context(|| format!("cannot read {path}"))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Device, size and use of each line of `/proc/swaps`, in bytes, and its priority.

@@ -10,13 +10,13 @@
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::thread;
 
+use compcache_fuse::{Mounted, table_of_mounts};
 use rustix::mount::{MountPropagationFlags, UnmountFlags, mount_change, unmount};
 use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space, unshare_unsafe};
-
-use crate::node::unescape;
 
 /// Gives the calling thread, and those that it starts from now on, a mount namespace of their own. To be called before the
 /// others are started; needs root.
@@ -27,7 +27,7 @@ pub fn own_mounts() -> io::Result<()> {
     // SAFETY: the table of descriptors, which is what the call could take from other threads, stays shared.
     unsafe { unshare_unsafe(UnshareFlags::NEWNS) }?;
     mount_change("/", MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC)?;
-    for point in disks_held(&fs::read("/proc/self/mountinfo")?) {
+    for point in disks_held(&table_of_mounts()?) {
         // What cannot be let go of is held, as it would be without this.
         let _ = unmount(point, UnmountFlags::DETACH);
     }
@@ -37,17 +37,16 @@ pub fn own_mounts() -> io::Result<()> {
 /// Where file systems are mounted that would stay mounted here when the others unmount them, since that does not reach us (no
 /// `master` in the table), and that may lie on a disk of some server's.
 fn disks_held(mounts: &[u8]) -> Vec<PathBuf> {
-    let is_held = |line: &&[u8]| {
-        let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
-        let dash = fields.iter().position(|field| *field == b"-")?;
-        let told = fields.get(6..dash)?.iter().any(|tag| tag.starts_with(b"master:"));
+    let is_held = |one: &Mounted| {
+        let told = one.tags.iter().any(|tag| tag.starts_with(b"master:"));
+        let source = one.source();
         let on_disk = [&b"/dev/loop"[..], b"/dev/ublkb", b"/dev/nbd"]
             .iter()
-            .any(|name| fields.get(dash + 2).is_some_and(|source| source.starts_with(name)));
-        (!told && on_disk && fields[4] != b"/").then(|| unescape(fields[4]))
+            .any(|name| source.as_os_str().as_bytes().starts_with(name));
+        !told && on_disk && one.place() != Path::new("/")
     };
     // The last is on top of the others.
-    mounts.split(|byte| *byte == b'\n').rev().filter_map(|line| is_held(&line)).collect()
+    compcache_fuse::mounts(mounts).rev().filter(is_held).map(|one| one.place()).collect()
 }
 
 /// Cuts the connection behind a mount of process `pid`, which is ending and has mounts of its own. Does what it can.

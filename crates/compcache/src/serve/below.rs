@@ -6,9 +6,8 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
+use compcache_fuse::{mounts, table_of_mounts};
 use rustix::fs::{major, minor};
-
-use crate::mount::unescaped;
 
 /// Devices that ask for memory when they are written to; ours are among them.
 const NOT_BARE: [&str; 4] = ["loop", "zram", "nbd", "ublkb"];
@@ -45,21 +44,16 @@ fn device_under(path: &Path) -> Option<u64> {
         return Some(there.dev());
     }
     // Btrfs has numbers of its own, but says what it was mounted from.
-    let source = source_of(&fs::read_to_string("/proc/self/mountinfo").ok()?, &whole)?;
+    let source = source_of(&table_of_mounts().ok()?, &whole)?;
     let source = fs::metadata(source).ok()?;
     source.file_type().is_block_device().then(|| source.rdev())
 }
 
 /// What the file system with the file was mounted from.
-fn source_of(mounts: &str, file: &Path) -> Option<PathBuf> {
-    let of = |line: &str| {
-        let (place, rest) = line.split_once(" - ")?;
-        let place = PathBuf::from(unescaped(place.split(' ').nth(4)?));
-        let source = rest.split(' ').nth(1)?;
-        file.starts_with(&place).then(|| (place.components().count(), PathBuf::from(unescaped(source))))
-    };
+fn source_of(table: &[u8], file: &Path) -> Option<PathBuf> {
+    let with_file = mounts(table).filter(|mounted| file.starts_with(mounted.place()));
     // Of two at one place the later one is seen.
-    mounts.lines().filter_map(of).max_by_key(|(depth, _)| *depth).map(|(_, source)| source)
+    with_file.max_by_key(|mounted| mounted.place().components().count()).map(|mounted| mounted.source())
 }
 
 /// The first device that `is_it` by its name: the device, its disk if it is a partition, or one that it lies on.
@@ -118,8 +112,9 @@ mod tests {
 
     #[test]
     fn a_file_is_on_what_its_nearest_mount_is_of() {
-        let mounts = "22 1 254:0 / / rw shared:1 - ext4 /dev/vda rw\n\
+        let mounts = b"22 1 254:0 / / rw shared:1 - ext4 /dev/vda rw\n\
             40 22 0:50 / /mnt rw - btrfs /dev/ublkb4 rw\n\
+            39 22 0:49 / /srv/\xff rw - tmpfs none rw\n\
             41 40 0:51 /sub /mnt/with\\040blank rw shared:2 - btrfs /dev/loop3 rw\n";
         let source = |file: &str| source_of(mounts, Path::new(file)).unwrap();
         assert_eq!(source("/mnt/a/b"), Path::new("/dev/ublkb4"));

@@ -16,7 +16,7 @@ use compcache_testkit::features::{Feature, requires};
 use tempfile::TempDir;
 
 use crate::mount_posix::as_user;
-use crate::support::{PATIENCE, Tree, can_mount, scratch};
+use crate::support::{PATIENCE, Tree, can_mount, compcache, said, scratch};
 
 const MIB: usize = 1 << 20;
 /// Longer than a file's times need to tell its versions apart.
@@ -364,4 +364,23 @@ fn free_mib(place: &Path) -> (u64, u64) {
         stat
     };
     ((stat.f_bfree * stat.f_frsize) >> 20, (stat.f_bavail * stat.f_frsize) >> 20)
+}
+
+#[test]
+fn a_mount_point_that_is_no_text_is_in_no_mounts_way() {
+    if !can_mount(&["unshare"]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&[]);
+    // Only there: what else reads the table should not meet it.
+    let script = r#"
+other="$1/$(printf '\377')"; mkdir "$other" && mount -t tmpfs none "$other" || exit 1
+"$0" show --json "$2" >/dev/null && "$0" remount --memory 8M "$2" && "$0" umount "$2"
+"#;
+    let (elsewhere, target) = (tree.source(), tree.target());
+    let arguments = [elsewhere.as_os_str(), target.as_os_str()];
+    let output = Command::new("unshare").args(["-m", "sh", "-c", script]).arg(compcache()).args(arguments).output();
+    let output = output.expect("unshare runs");
+    assert!(output.status.success(), "{}", said(&output));
+    tree.unmount();
 }
