@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use compcache_store::StoreError;
 
-/// Grouped by what the caller can do about it. Nothing is left mounted after any of them but [`FsError::InUse`].
+/// Grouped by what the caller can do about it. Nothing is left mounted after any of them but [`FsError::InUse`],
+/// [`FsError::Covered`] and [`FsError::Unmount`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FsError {
@@ -91,6 +92,14 @@ pub enum FsError {
     InUse {
         /// Where.
         path: PathBuf,
+    },
+    /// Something else was mounted over it, and would be unmounted in its place.
+    #[error("something else ({kind}) is mounted on {}, over it; unmount that first", path.display())]
+    Covered {
+        /// Where.
+        path: PathBuf,
+        /// Of which kind it is.
+        kind: String,
     },
     /// It was not unmounted.
     #[error("cannot unmount {}", path.display())]

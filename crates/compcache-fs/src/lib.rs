@@ -42,4 +42,4 @@ mod watch;
 
 pub use compcache_cache::CacheStats;
 pub use error::FsError;
-pub use mount::{Forbidden, Mount, MountOptions, is_dead, unmount};
+pub use mount::{Forbidden, Mount, MountOptions, MountedAt, is_dead, unmount};

@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use compcache_cache::Cache;
-use compcache_fuse::{Linger, Rings};
+use compcache_fuse::{Linger, Rings, table_of_mounts, uppermost};
 use compcache_store::Codec;
 use fuser::{BackgroundSession, Config, MountOption, Notifier, Session, SessionACL};
 use rustix::fs::{StatVfsMountFlags, fstatvfs};
@@ -109,11 +109,49 @@ impl MountOptions {
     }
 }
 
+/// Where a tree is mounted, and which mount it is.
+#[derive(Clone, Debug)]
+pub struct MountedAt {
+    path: PathBuf,
+    /// Its number in the table of mounts; `None` where the table cannot be read.
+    device: Option<Vec<u8>>,
+}
+
+impl MountedAt {
+    /// To be called right after it was mounted.
+    fn now(path: PathBuf) -> MountedAt {
+        let table = table_of_mounts().unwrap_or_default();
+        let ours = uppermost(&table, &path).filter(|mounted| mounted.kind == KIND.as_bytes());
+        MountedAt { device: ours.map(|mounted| mounted.device.to_vec()), path }
+    }
+
+    /// Where.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Unmounts it, and nothing else; [`Mount::wait`] then returns.
+    ///
+    /// # Errors
+    /// [`FsError::InUse`], [`FsError::Covered`]: it goes on. [`FsError::Unmount`].
+    pub fn unmount(&self) -> Result<(), FsError> {
+        let table = table_of_mounts().unwrap_or_default();
+        match (uppermost(&table, &self.path), &self.device) {
+            // The system call takes whatever lies on top.
+            (Some(seen), Some(device)) if seen.device != device => {
+                let kind = String::from_utf8_lossy(seen.kind).into_owned();
+                Err(FsError::Covered { path: self.path.clone(), kind })
+            }
+            _ => unmount(&self.path),
+        }
+    }
+}
+
 /// A mounted tree. Dropping it unmounts it if nobody uses it; if somebody does, it is served for as long as the process lives.
 pub struct Mount {
     session: Option<BackgroundSession>,
     rings: Option<Rings>,
-    target: PathBuf,
+    at: MountedAt,
     /// It is to be unmounted at the end.
     mounted: bool,
 }
@@ -150,7 +188,7 @@ impl Mount {
         let session = connect(&tree, options, &source, &target, limits);
         let session = session.map_err(|error| FsError::Mount { path: target.clone(), error })?;
         // Undone from here on if something fails.
-        let mut mount = Mount { session: None, rings: None, target, mounted: true };
+        let mut mount = Mount { session: None, rings: None, at: MountedAt::now(target), mounted: true };
         let connection = session.as_fd().try_clone_to_owned().map_err(|error| FsError::Thread { error })?;
         if tree.by_rings.load(Relaxed) {
             let rings = Rings::start(&connection, RING_BYTES_MAX as usize, &tree);
@@ -169,17 +207,9 @@ impl Mount {
         Ok(mount)
     }
 
-    /// Where it is mounted.
-    pub fn target(&self) -> &Path {
-        &self.target
-    }
-
-    /// Unmounts it; [`Mount::wait`] then returns.
-    ///
-    /// # Errors
-    /// [`FsError::InUse`]: it goes on. [`FsError::Unmount`].
-    pub fn unmount(&self) -> Result<(), FsError> {
-        unmount(&self.target)
+    /// Where it is mounted, and can be unmounted.
+    pub fn at(&self) -> &MountedAt {
+        &self.at
     }
 
     /// Returns when it is unmounted and every request was answered.
@@ -199,7 +229,7 @@ impl Mount {
 impl Drop for Mount {
     fn drop(&mut self) {
         if self.mounted {
-            let _ = self.unmount();
+            let _ = self.at.unmount();
         }
     }
 }
@@ -209,7 +239,7 @@ pub fn is_dead(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED))
 }
 
-/// Unmounts the tree at `target`, whether its server lives or not.
+/// Unmounts what is mounted at `target`, whether its server lives or not.
 ///
 /// # Errors
 /// [`FsError::InUse`], [`FsError::Unmount`]; it is mounted still.

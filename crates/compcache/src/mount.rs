@@ -63,14 +63,14 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
     };
     std::env::set_current_dir("/").context("cannot leave the working directory")?;
     let mount = Mount::new(&options)?;
-    let target = mount.target().to_owned();
+    let at = mount.at().clone();
     if args.background_inner {
         background::mounted()?;
     } else {
         say(&format!(
             "compcache: {} is mounted on {}; its pages may take {} of memory\n",
             options.source.display(),
-            target.display(),
+            at.path().display(),
             Shown(options.memory_bytes)
         ));
     }
@@ -79,7 +79,7 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
     let ends = signals.handle();
     let watcher = thread::Builder::new().name("signals".into()).spawn(move || {
         // Whoever uses it would lose what he has open. Unmounted, it is served on where others have it in a namespace of theirs.
-        while signals.wait_until(|| Ok(compcache_fs::unmount(&target)?)) {}
+        while signals.wait_until(|| Ok(at.unmount()?)) {}
     });
     let watcher = watcher.context("cannot start the thread that waits for signals")?;
     let served = mount.wait();

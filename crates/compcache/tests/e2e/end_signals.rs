@@ -4,11 +4,11 @@ use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Child;
+use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::support::{PATIENCE, Server, Tree, can_mount, scratch};
+use crate::support::{Mounted, PATIENCE, Server, Tree, can_mount, scratch};
 
 /// As `nohup` and a script's `&` leave them.
 const IGNORED: &[i32] = &[libc::SIGHUP, libc::SIGINT, libc::SIGQUIT];
@@ -125,4 +125,24 @@ fn a_mount_that_refused_a_key_of_the_terminal_goes_on() {
     thread::sleep(A_WHILE);
     assert!(tree.child.try_wait().unwrap().is_none() && is_mounted(&tree.target()));
     tree.unmount();
+}
+
+#[test]
+fn what_somebody_mounted_over_a_mount_is_not_unmounted_in_its_place() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&[]);
+    fs::write(tree.source().join("f"), "ours").unwrap();
+    let over = Mounted(tree.target());
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "none"]).arg(&over.0).status().expect("mount runs");
+    assert!(mounted.success());
+    fs::write(over.0.join("theirs"), "").unwrap();
+    send(libc::SIGTERM, &tree.child);
+    thread::sleep(A_WHILE);
+    assert!(over.0.join("theirs").exists(), "it was unmounted");
+    assert!(tree.child.try_wait().unwrap().is_none(), "it ended");
+    drop(over);
+    ends(&mut tree.child);
+    assert!(!is_mounted(&tree.target()));
 }
