@@ -2,7 +2,7 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -38,6 +38,8 @@ pub struct Control {
 /// A socket that was made here, and the lock that keeps a second server from taking it for a dead one's.
 struct Ours {
     socket: PathBuf,
+    /// Device and inode.
+    inode: (u64, u64),
     _lock: File,
 }
 
@@ -77,7 +79,9 @@ impl Control {
         let listener = UnixListener::bind(socket).with_context(|| format!("cannot listen at {}", socket.display()))?;
         fs::set_permissions(socket, Permissions::from_mode(0o600))
             .with_context(|| format!("cannot keep others from {}", socket.display()))?;
-        Ok(Self { listener, ours: Some(Ours { socket: socket.to_owned(), _lock: lock }) })
+        let made = fs::symlink_metadata(socket).with_context(|| format!("cannot look at {}", socket.display()))?;
+        let ours = Ours { socket: socket.to_owned(), inode: (made.dev(), made.ino()), _lock: lock };
+        Ok(Self { listener, ours: Some(ours) })
     }
 
     /// Takes the socket that whoever started us listens at already (socket activation).
@@ -121,7 +125,10 @@ impl Control {
 
 impl Drop for Control {
     fn drop(&mut self) {
-        if let Some(ours) = &self.ours {
+        // Another's may be in its place by now: a service manager binds without our lock.
+        if let Some(ours) = &self.ours
+            && fs::symlink_metadata(&ours.socket).is_ok_and(|there| (there.dev(), there.ino()) == ours.inode)
+        {
             // The lock's file stays: removed, two servers could lock two files of the same name.
             let _ = fs::remove_file(&ours.socket);
         }
@@ -184,4 +191,22 @@ fn converse(stream: &UnixStream, served: &dyn Served) {
 /// Whether who is at the other end may ask: the user we run as, or root.
 fn may_ask(stream: &UnixStream) -> bool {
     socket_peercred(stream).is_ok_and(|peer| peer.uid.is_root() || peer.uid == geteuid())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_that_took_the_place_of_ours_stays_when_ours_goes() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("control");
+        drop(Control::bind(&socket).unwrap());
+        assert!(!socket.exists());
+        let ours = Control::bind(&socket).unwrap();
+        fs::rename(&socket, directory.path().join("away")).unwrap();
+        let _theirs = UnixListener::bind(&socket).unwrap();
+        drop(ours);
+        assert!(socket.exists());
+    }
 }
