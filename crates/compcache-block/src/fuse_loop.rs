@@ -210,16 +210,27 @@ impl FuseLoop {
     /// The disk is given back. [`FuseLoopError::InUse`]: nothing was changed; or somebody opened the device in
     /// the moment it was detached, and it is gone when he closes it. [`FuseLoopError::Step`]: some of it is
     /// removed, and calling again goes on from there.
-    pub fn remove(mut self) -> Result<(), Box<NotRemoved>> {
-        match self.take_down() {
+    pub fn remove(self) -> Result<(), Box<NotRemoved>> {
+        match self.claim() {
+            Ok(claim) => self.remove_claimed(claim),
+            Err(error) => Err(Box::new(NotRemoved { disk: self, error })),
+        }
+    }
+
+    /// As [`FuseLoop::remove`], under a claim that it has given.
+    ///
+    /// # Errors
+    /// As there; the claim is gone.
+    pub fn remove_claimed(mut self, claim: Claim) -> Result<(), Box<NotRemoved>> {
+        match self.take_down(claim) {
             Ok(()) => Ok(()),
             Err(error) => Err(Box::new(NotRemoved { disk: self, error })),
         }
     }
 
-    fn take_down(&mut self) -> Result<(), FuseLoopError> {
+    fn take_down(&mut self, claim: Claim) -> Result<(), FuseLoopError> {
         if let Some(attached) = &self.attached {
-            attached.detach()?;
+            attached.detach(claim)?;
             self.attached = None;
         }
         if let Some(place) = &mut self.place {
@@ -243,7 +254,7 @@ impl FuseLoop {
 
 impl Drop for FuseLoop {
     fn drop(&mut self) {
-        if self.take_down().is_ok() {
+        if self.claim().is_ok_and(|claim| self.take_down(claim).is_ok()) {
             return;
         }
         // The loop device is opened and closed only after the connection is cut: what is written out then fails at once.

@@ -156,14 +156,14 @@ impl NbdServer {
     }
 
     /// Lets nobody in as long as the answer lives, if nobody is connected and nobody else holds it.
-    pub fn hold(&self) -> Option<Held<'_>> {
+    pub fn hold(&self) -> Option<Held> {
         let mut connections = self.shared.lock();
         let is_free = connections.live.is_empty() && !connections.held;
         connections.held |= is_free;
-        is_free.then(|| Held(&self.shared))
+        is_free.then(|| Held(self.shared.clone()))
     }
 
-    /// As [`NbdServer::stop`], unless somebody is connected: then it goes on, and nobody was cut off.
+    /// As [`NbdServer::stop`], unless somebody is connected, as nobody is while it is held: then it goes on, and nobody was cut off.
     ///
     /// # Errors
     /// The server is given back.
@@ -212,11 +212,11 @@ impl NbdServer {
     }
 }
 
-/// A server that lets nobody in: who connects is hung up on.
+/// A server that lets nobody in: who connects is hung up on. It may be stopped meanwhile, but its socket is there as long as this is.
 #[must_use = "it ends when it is dropped"]
-pub struct Held<'s>(&'s Shared);
+pub struct Held(Arc<Shared>);
 
-impl Drop for Held<'_> {
+impl Drop for Held {
     fn drop(&mut self) {
         self.0.lock().held = false;
     }

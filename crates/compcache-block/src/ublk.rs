@@ -299,19 +299,33 @@ impl Ublk {
     /// # Errors
     /// The disk is given back. [`UblkError::InUse`]: nothing was changed. [`UblkError::Step`]: some of it is removed, and
     /// calling again goes on from there.
-    pub fn remove(mut self) -> Result<(), Box<NotRemoved>> {
-        match self.take_down(false) {
+    pub fn remove(self) -> Result<(), Box<NotRemoved>> {
+        match self.claim_if_there() {
+            Ok(claim) => self.remove_claimed(claim),
+            Err(error) => Err(Box::new(NotRemoved { disk: self, error })),
+        }
+    }
+
+    /// As [`Ublk::remove`], under a claim that it has given.
+    ///
+    /// # Errors
+    /// As there; the claim is gone.
+    pub fn remove_claimed(mut self, claim: Claim) -> Result<(), Box<NotRemoved>> {
+        match self.take_down(claim) {
             Ok(()) => Ok(()),
             Err(error) => Err(Box::new(NotRemoved { disk: self, error })),
         }
     }
 
-    /// Takes it down: from whoever uses it, if `by_force`.
-    fn take_down(&mut self, by_force: bool) -> Result<(), UblkError> {
+    fn claim_if_there(&self) -> Result<Claim, UblkError> {
+        if self.started { self.claim() } else { Ok(Claim(None)) }
+    }
+
+    /// Takes it down: from whoever uses it, if it is not claimed.
+    fn take_down(&mut self, claimed: Claim) -> Result<(), UblkError> {
         if self.removed {
             return Ok(());
         }
-        let claimed = (self.started && !by_force).then(|| self.claim()).transpose()?;
         let control = self.control.get_mut().unwrap_or_else(PoisonError::into_inner);
         // Its queues serve until what is in flight is answered; then their threads end.
         control.stop(self.number).map_err(UblkError::at(Step::Stop, &self.path))?;
@@ -330,8 +344,9 @@ impl Ublk {
 
 impl Drop for Ublk {
     fn drop(&mut self) {
-        if self.take_down(false).is_err() {
-            let _ = self.take_down(true);
+        let claimed = self.claim_if_there();
+        if !claimed.is_ok_and(|claim| self.take_down(claim).is_ok()) {
+            let _ = self.take_down(Claim(None));
         }
     }
 }

@@ -79,7 +79,7 @@ fn remove(place: &mut Place) -> Result<(), FuseLoopError> {
     }
     let file = place.file();
     for device in LoopDevice::over(&file).map_err(FuseLoopError::at(Step::Directory, Path::new("/sys/block")))? {
-        device.detach()?;
+        device.detach(device.claim()?)?;
     }
     place.remove()
 }

@@ -112,12 +112,12 @@ impl LoopDevice {
         Node::new(format!("loop{}", self.number))
     }
 
-    /// Detaches the device unless somebody uses it, and returns when it is gone.
+    /// Detaches the device, which was claimed, and returns when it is gone.
     ///
-    /// Nobody can mount it or swap to it meanwhile: it is claimed here. Somebody who opens it at the very moment it is
+    /// Nobody can mount it or swap to it meanwhile. Somebody who opens it at the very moment it is
     /// detached keeps it until he closes it; that is waited for, and said to be a use of it if it takes long.
-    pub fn detach(&self) -> Result<(), FuseLoopError> {
-        let Claim(Some(claimed)) = self.claim()? else { return Ok(()) };
+    pub fn detach(&self, claimed: Claim) -> Result<(), FuseLoopError> {
+        let Claim(Some(claimed)) = claimed else { return Ok(()) };
         self.clear(&claimed)?;
         drop(claimed);
         let give_up = Instant::now() + LOOKED_AT;

@@ -126,18 +126,17 @@ impl Disks {
     /// Ends every disk, and lets no more be made.
     ///
     /// # Errors
-    /// Some are in use; then all stay, and the server goes on.
+    /// Some are in use; then all stay, and the server goes on. Or the system does not let go of one, which stays.
     pub fn remove_all(&self) -> anyhow::Result<()> {
         let mut disks = self.lock();
-        for (name, attached) in &disks.by_name {
-            drop(attached.claim(name)?);
-        }
+        // None is ended before nobody can begin to use any.
+        let claims = disks.by_name.iter().map(|(name, attached)| attached.claim(name));
+        let claims = claims.collect::<anyhow::Result<Vec<_>>>()?;
         let mut kept = Ok(());
-        for (name, attached) in std::mem::take(&mut disks.by_name) {
-            // Somebody may have begun to use it just now.
-            if let Err(not) = attached.wire.end(false) {
-                kept = Err(not.why.context(format!("disk {name} cannot be ended")));
-                disks.by_name.insert(name, Attached { wire: not.wire, ..attached });
+        for ((name, attached), claimed) in std::mem::take(&mut disks.by_name).into_iter().zip(claims) {
+            if let Err(stays) = attached.end_claimed(&name, claimed) {
+                kept = Err(stays.why);
+                disks.by_name.insert(name, stays.attached);
             }
         }
         disks.ending = kept.is_ok();
@@ -293,13 +292,15 @@ impl Disks {
     fn remove(&self, name: &str, force: bool) -> anyhow::Result<()> {
         let mut disks = self.lock();
         let attached = disks.by_name.get(name).ok_or_else(|| no_such_disk(name))?;
-        if !force {
-            drop(attached.claim(name)?);
-        }
+        let claimed = (!force).then(|| attached.claim(name)).transpose()?;
         let attached = disks.by_name.remove(name).ok_or_else(|| no_such_disk(name))?;
-        attached.wire.end(force).map_err(|not| {
-            disks.by_name.insert(name.to_owned(), Attached { wire: not.wire, ..attached });
-            not.why.context(format!("disk {name} cannot be ended"))
+        let ended = match claimed {
+            Some(claimed) => attached.end_claimed(name, claimed),
+            None => attached.end_by_force(name),
+        };
+        ended.map_err(|stays| {
+            disks.by_name.insert(name.to_owned(), stays.attached);
+            stays.why
         })
     }
 
@@ -344,10 +345,34 @@ impl Served for Disks {
     }
 }
 
+/// A disk that could not be ended.
+struct Stays {
+    attached: Attached,
+    why: anyhow::Error,
+}
+
+impl Stays {
+    fn new(name: &str, attached: Attached, why: anyhow::Error) -> Box<Stays> {
+        Box::new(Stays { attached, why: why.context(format!("disk {name} cannot be ended")) })
+    }
+}
+
 impl Attached {
     /// Nobody may use it, nor begin to, while it is taken away, emptied or made smaller.
-    fn claim(&self, name: &str) -> anyhow::Result<Claimed<'_>> {
+    fn claim(&self, name: &str) -> anyhow::Result<Claimed> {
         self.wire.claim().with_context(|| format!("disk {name} stays as it is"))
+    }
+
+    /// Ends it, and what it has beside its transport.
+    fn end_claimed(self, name: &str, claimed: Claimed) -> Result<(), Box<Stays>> {
+        let Err(not) = self.wire.end_claimed(claimed) else { return Ok(()) };
+        Err(Stays::new(name, Attached { wire: not.wire, ..self }, not.why))
+    }
+
+    /// The same, with NBD clients cut off.
+    fn end_by_force(self, name: &str) -> Result<(), Box<Stays>> {
+        let Err(not) = self.wire.end_by_force() else { return Ok(()) };
+        Err(Stays::new(name, Attached { wire: not.wire, ..self }, not.why))
     }
 
     /// The disk, whose contents are the server's.

@@ -41,9 +41,8 @@ pub enum Wire {
 
 /// That nobody uses a disk, and nobody begins to.
 #[must_use = "it ends when it is dropped"]
-#[expect(dead_code, reason = "what it holds is let go with it")]
-pub enum Claimed<'w> {
-    Nbd(Held<'w>),
+pub enum Claimed {
+    Nbd(#[expect(dead_code, reason = "it is let go with this")] Held),
     Device(Claim),
 }
 
@@ -128,7 +127,7 @@ impl Wire {
     ///
     /// # Errors
     /// Somebody uses it; who.
-    pub fn claim(&self) -> anyhow::Result<Claimed<'_>> {
+    pub fn claim(&self) -> anyhow::Result<Claimed> {
         match self {
             Wire::Nbd { server, .. } => {
                 // A client that has ended just now may take a moment to be noticed.
@@ -146,26 +145,44 @@ impl Wire {
         }
     }
 
-    /// Ends it, with what is in flight answered; NBD clients are cut off if `by_force`.
+    /// Ends it, with what is in flight answered, however long that takes; NBD clients are cut off.
     ///
     /// # Errors
-    /// The disk is used; it goes on as before.
-    pub fn end(self, by_force: bool) -> Result<(), Box<NotEnded>> {
+    /// The device is used; it goes on as before.
+    pub fn end_by_force(self) -> Result<(), Box<NotEnded>> {
         match self {
-            Wire::Nbd { server, .. } if by_force => {
+            Wire::Nbd { server, .. } => {
                 server.stop(GRACE);
                 Ok(())
             }
-            Wire::Nbd { server, uri } => server.stop_unused().map_err(|server| {
-                let why = connected(&server);
-                Box::new(NotEnded { wire: Wire::Nbd { server, uri }, why })
-            }),
-            Wire::Loop(served) => {
-                served.remove().map_err(|not| Box::new(NotEnded { wire: Wire::Loop(not.disk), why: not.error.into() }))
+            wire => match wire.claim() {
+                Ok(claimed) => wire.end_claimed(claimed),
+                Err(why) => Err(Box::new(NotEnded { wire, why })),
+            },
+        }
+    }
+
+    /// Ends it under a claim that it has given, so that nobody has begun to use it since.
+    ///
+    /// # Errors
+    /// The system refuses, or somebody has opened the device without a claim to it; it goes on as before. The claim is gone.
+    pub fn end_claimed(self, claimed: Claimed) -> Result<(), Box<NotEnded>> {
+        match (self, claimed) {
+            (Wire::Nbd { server, uri }, claimed) => {
+                let ended = server.stop_unused().map_err(|server| {
+                    let why = connected(&server);
+                    Box::new(NotEnded { wire: Wire::Nbd { server, uri }, why })
+                });
+                drop(claimed);
+                ended
             }
-            Wire::Ublk(served) => {
-                served.remove().map_err(|not| Box::new(NotEnded { wire: Wire::Ublk(not.disk), why: not.error.into() }))
-            }
+            (Wire::Loop(served), Claimed::Device(claim)) => served
+                .remove_claimed(claim)
+                .map_err(|not| Box::new(NotEnded { wire: Wire::Loop(not.disk), why: not.error.into() })),
+            (Wire::Ublk(served), Claimed::Device(claim)) => served
+                .remove_claimed(claim)
+                .map_err(|not| Box::new(NotEnded { wire: Wire::Ublk(not.disk), why: not.error.into() })),
+            (Wire::Loop(_) | Wire::Ublk(_), Claimed::Nbd(_)) => unreachable!("it has given a claim to its device"),
         }
     }
 }

@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -145,4 +146,32 @@ fn what_somebody_mounted_over_a_mount_is_not_unmounted_in_its_place() {
     drop(over);
     ends(&mut tree.child);
     assert!(!is_mounted(&tree.target()));
+}
+
+#[test]
+fn a_server_ends_with_all_its_disks_or_with_none() {
+    for _ in 0..10 {
+        let server = Server::start(&[]);
+        let names: Vec<String> = (0..8).map(|number| format!("d{number}")).collect();
+        for name in &names {
+            server.ok(&["disk", "create", "--name", name, "--size", "1M", "--transport", "nbd"]);
+        }
+        // The last of them is used for an instant again and again.
+        let (socket, done) = (server.directory.path().join("d7.nbd"), AtomicBool::new(false));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Relaxed) && socket.exists() {
+                    let _ = UnixStream::connect(&socket).map(|mut client| client.read(&mut [0; 18]));
+                }
+            });
+            thread::sleep(Duration::from_millis(20));
+            server.signal("-INT");
+            thread::sleep(Duration::from_millis(700));
+            done.store(true, Relaxed);
+        });
+        let listed = server.asked(&["list"]);
+        let listed = String::from_utf8_lossy(&listed.stdout);
+        let left: Vec<_> = names.iter().filter(|name| listed.contains(&format!("{name} "))).collect();
+        assert!(left.is_empty() || left.len() == names.len(), "of all disks these are left: {left:?}");
+    }
 }
