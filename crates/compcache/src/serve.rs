@@ -15,8 +15,8 @@
 //! | compaction | one more for each disk that has an origin ([`origin`])   |
 //! | transports | theirs                                                   |
 //!
-//! Locks: the disks' names are under one lock ([`disks`]), held while a disk is made, changed or ended, never while one
-//! serves a request.
+//! Locks: the disks' names are under one lock ([`disks`]), held while a disk is made or changed, never while one
+//! serves a request, nor while one is ended, which waits for requests.
 
 mod backing;
 mod below;

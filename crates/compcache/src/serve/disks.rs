@@ -39,8 +39,16 @@ pub struct Disks {
 #[derive(Default)]
 struct Named {
     by_name: BTreeMap<String, Attached>,
+    /// Those that are being ended, without the lock: it takes as long as what lies below them. Some may come back.
+    leaving: BTreeMap<String, Leaves>,
     /// The server is at its end: a disk made now would be left behind.
     ending: bool,
+}
+
+/// What a disk that is being ended has still.
+struct Leaves {
+    at: String,
+    cache_bytes: u64,
 }
 
 /// A disk and what serves it.
@@ -91,15 +99,39 @@ enum Shows {
 impl Named {
     /// What the caches of disks with an origin may take.
     fn cache_bytes(&self) -> u64 {
-        self.by_name
-            .values()
-            .map(|disk| if let Shows::Origin(origin) = &disk.shows { origin.memory_bytes() } else { 0 })
-            .sum()
+        let leaving = self.leaving.values().map(|disk| disk.cache_bytes);
+        self.by_name.values().map(Attached::cache_bytes).chain(leaving).sum()
     }
 
     /// Where all of them are found.
     fn devices(&self) -> Vec<String> {
-        self.by_name.values().map(|disk| disk.wire.at()).collect()
+        let leaving = self.leaving.values().map(|disk| disk.at.clone());
+        self.by_name.values().map(|disk| disk.wire.at()).chain(leaving).collect()
+    }
+
+    /// Takes a disk out that is to be ended. Its name stays taken until [`Named::left`].
+    fn leave(&mut self, name: &str) -> anyhow::Result<Attached> {
+        let attached = self.by_name.remove(name).ok_or_else(|| self.not_there(name))?;
+        let leaves = Leaves { at: attached.wire.at(), cache_bytes: attached.cache_bytes() };
+        self.leaving.insert(name.to_owned(), leaves);
+        Ok(attached)
+    }
+
+    /// It has ended, or is there again.
+    fn left(&mut self, name: &str, ended: Result<(), Box<Stays>>) -> anyhow::Result<()> {
+        self.leaving.remove(name);
+        ended.map_err(|stays| {
+            self.by_name.insert(name.to_owned(), stays.attached);
+            stays.why
+        })
+    }
+
+    /// Why there is no disk of this name.
+    fn not_there(&self, name: &str) -> anyhow::Error {
+        if self.leaving.contains_key(name) {
+            return anyhow!("disk {name} is being removed, which waits for what it is asked for");
+        }
+        anyhow!("there is no disk called {name}; `compcache disk list` shows which there are")
     }
 
     /// The name that is wanted, or one that is free.
@@ -107,7 +139,7 @@ impl Named {
         if self.ending {
             bail!("the server is ending");
         }
-        let is_free = |name: &String| !self.by_name.contains_key(name);
+        let is_free = |name: &String| !self.by_name.contains_key(name) && !self.leaving.contains_key(name);
         match wanted {
             None => Ok((0..).map(|nth| format!("disk{nth}")).find(is_free).expect("endless")),
             Some(name) => Some(checked_name(name)?.to_owned())
@@ -129,16 +161,25 @@ impl Disks {
     /// Some are in use; then all stay, and the server goes on. Or the system does not let go of one, which stays.
     pub fn remove_all(&self) -> anyhow::Result<()> {
         let mut disks = self.lock();
+        if let Some(name) = disks.leaving.keys().next() {
+            return Err(disks.not_there(name));
+        }
         // None is ended before nobody can begin to use any.
-        let claims = disks.by_name.iter().map(|(name, attached)| attached.claim(name));
+        let claims =
+            disks.by_name.iter().map(|(name, attached)| attached.claim(name).map(|claim| (name.clone(), claim)));
         let claims = claims.collect::<anyhow::Result<Vec<_>>>()?;
+        disks.ending = true;
+        let all = claims.into_iter().map(|(name, claim)| disks.leave(&name).map(|attached| (name, attached, claim)));
+        let all = all.collect::<anyhow::Result<Vec<_>>>()?;
+        drop(disks);
         let mut kept = Ok(());
-        for ((name, attached), claimed) in std::mem::take(&mut disks.by_name).into_iter().zip(claims) {
-            if let Err(stays) = attached.end_claimed(&name, claimed) {
-                kept = Err(stays.why);
-                disks.by_name.insert(name, stays.attached);
+        for (name, attached, claim) in all {
+            let ended = attached.end_claimed(&name, claim);
+            if let Err(why) = self.lock().left(&name, ended) {
+                kept = Err(why);
             }
         }
+        let mut disks = self.lock();
         disks.ending = kept.is_ok();
         if kept.is_ok() {
             self.safety.end();
@@ -223,7 +264,10 @@ impl Disks {
     fn change(&self, change: &Change) -> anyhow::Result<DiskState> {
         let mut disks = self.lock();
         let cache_bytes = disks.cache_bytes();
-        let attached = disks.by_name.get_mut(&change.name).ok_or_else(|| no_such_disk(&change.name))?;
+        if !disks.by_name.contains_key(&change.name) {
+            return Err(disks.not_there(&change.name));
+        }
+        let attached = disks.by_name.get_mut(&change.name).expect("it is there");
         // What can fail comes first.
         let codec = change.codec.as_deref().map(str::parse::<Codec>).transpose()?;
         let recompress = recompress(attached.recompress, change.recompress.as_deref(), change.recompress_after_ms)?;
@@ -291,21 +335,23 @@ impl Disks {
 
     fn remove(&self, name: &str, force: bool) -> anyhow::Result<()> {
         let mut disks = self.lock();
-        let attached = disks.by_name.get(name).ok_or_else(|| no_such_disk(name))?;
+        let attached = disks.by_name.get(name).ok_or_else(|| disks.not_there(name))?;
         let claimed = (!force).then(|| attached.claim(name)).transpose()?;
-        let attached = disks.by_name.remove(name).ok_or_else(|| no_such_disk(name))?;
+        let attached = disks.leave(name)?;
+        drop(disks);
         let ended = match claimed {
             Some(claimed) => attached.end_claimed(name, claimed),
             None => attached.end_by_force(name),
         };
-        ended.map_err(|stays| {
-            disks.by_name.insert(name.to_owned(), stays.attached);
-            stays.why
-        })
+        self.lock().left(name, ended)
     }
 
     fn with<T>(&self, name: &str, work: impl FnOnce(&mut Attached) -> anyhow::Result<T>) -> anyhow::Result<T> {
-        work(self.lock().by_name.get_mut(name).ok_or_else(|| no_such_disk(name))?)
+        let mut disks = self.lock();
+        match disks.by_name.get_mut(name) {
+            Some(attached) => work(attached),
+            None => Err(disks.not_there(name)),
+        }
     }
 }
 
@@ -373,6 +419,11 @@ impl Attached {
     fn end_by_force(self, name: &str) -> Result<(), Box<Stays>> {
         let Err(not) = self.wire.end_by_force() else { return Ok(()) };
         Err(Stays::new(name, Attached { wire: not.wire, ..self }, not.why))
+    }
+
+    /// What it keeps of what is elsewhere, at most.
+    fn cache_bytes(&self) -> u64 {
+        if let Shows::Origin(origin) = &self.shows { origin.memory_bytes() } else { 0 }
     }
 
     /// The disk, whose contents are the server's.
@@ -457,10 +508,6 @@ fn refuse_no_size(size_bytes: u64) -> anyhow::Result<()> {
         bail!("a disk of no size is none; write 1G, for instance");
     }
     Ok(())
-}
-
-fn no_such_disk(name: &str) -> anyhow::Error {
-    anyhow!("there is no disk called {name}; `compcache disk list` shows which there are")
 }
 
 #[cfg(test)]

@@ -391,6 +391,52 @@ fn who_has_a_file_open_whose_server_does_not_answer_holds_up_no_disk() {
     drop(open);
 }
 
+#[test]
+fn a_disk_that_waits_for_its_origin_to_be_removed_holds_up_no_other_command() {
+    if !can_mount(&[]) || !requires(&[Feature::Program("nbdcopy")]) {
+        return;
+    }
+    let tree = Tree::mounted(&["--memory", "4M"]);
+    fs::write(tree.source().join("origin"), vec![7; 8 << 20]).expect("the scratch directory can be written to");
+    let origin = tree.target().join("origin").display().to_string();
+    let mut server = Server::start(&[]);
+    let create = ["disk", "create", "--name", "slow", "--origin", &origin, "--memory", "4M", "--transport", "nbd"];
+    let uri = server.ok(&create);
+    let stopped = Stopped::of(&tree.child);
+    let client = Command::new("nbdcopy").args([uri.trim(), "null:"]).stderr(Stdio::null()).spawn();
+    let mut client = client.expect("nbdcopy runs");
+    // It has connected, and waits for what it reads.
+    thread::sleep(Duration::from_secs(1));
+    let in_use = server.asked(&["disk", "rm", "slow"]);
+    let (done, hears) = mpsc::channel();
+    let (asked, socket) = (mpsc::channel(), server.socket());
+    thread::scope(|scope| {
+        let socket = &socket;
+        scope.spawn(move || _ = done.send(ask(socket, &["disk", "rm", "--force", "slow"])));
+        thread::sleep(Duration::from_millis(500));
+        scope.spawn(move || {
+            let create = |name| ask(socket, &["disk", "create", "--name", name, "--size", "1M", "--transport", "nbd"]);
+            let commands = [ask(socket, &["list"]), ask(socket, &["show", "slow"]), create("slow"), create("other")];
+            _ = asked.0.send(commands);
+        });
+        let heard = asked.1.recv_timeout(PATIENCE);
+        server.signal("-TERM");
+        let ends = heard.is_ok().then(|| server.hears("not ending"));
+        let early = hears.try_recv();
+        drop(stopped);
+        let [list, show, same, other] = heard.expect("who asks for something else waits, too");
+        assert!(early.is_err() && said(&in_use).contains("in use"), "nobody waited for the origin");
+        assert!(list.status.success() && other.status.success(), "{}{}", said(&list), said(&other));
+        assert!(said(&show).contains("is being removed") && said(&same).contains("already"), "{}", said(&show));
+        assert!(ends.expect("it was asked").contains("disk slow is being removed"));
+        let removed = hears.recv_timeout(PATIENCE).expect("it is removed when its origin has answered");
+        assert!(removed.status.success(), "{}", said(&removed));
+    });
+    client.kill().and_then(|()| client.wait()).expect("it is our child");
+    let (status, text, _) = server.ended();
+    assert!(status.success(), "{text}");
+}
+
 /// A process that stands still, until this is dropped.
 struct Stopped(Pid);
 
