@@ -215,11 +215,15 @@ impl Disks {
         }
         // Before anything is put by for swap: whoever recompresses would take of it.
         self.cold.watch(disk.pool(), recompress, wanted.for_swap);
+        let make_safe = || self.safety.make_safe(&self.store, &disk, wanted.unprotected);
+        let prepared = wanted.for_swap.then(make_safe).transpose()?;
         if wanted.for_swap {
-            self.safety.make_safe(&self.store, &disk, wanted.unprotected)?;
             disk.set_reserve_only();
         }
         let wire = Wire::start(&name, disk.clone(), &wanted.at, wanted.for_swap, &self.directory)?;
+        if let Some(prepared) = prepared {
+            prepared.keep();
+        }
         self.safety.settle(&self.store);
         let (shows, presence) = (Shows::Pool(disk), Presence::default());
         let attached = Attached { shows, codec, recompress, wire, for_swap: wanted.for_swap, presence, backing };

@@ -27,7 +27,7 @@ use std::fs;
 use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -104,12 +104,22 @@ impl Safety {
         Safety { lacks, limit_bytes, state: Mutex::default(), disks: SwapDisks::default() }
     }
 
-    /// Makes the process, the store and `disk` fit for swap. What was done for one disk holds for all later ones. With
-    /// `unprotected`, what takes CAP_SYS_RESOURCE may be lacking.
+    /// What the store may take once there is swap without a backing; at least.
+    pub fn limit_bytes(&self) -> u64 {
+        self.limit_bytes
+    }
+
+    /// Makes the process, the store and `disk` fit for swap. What was done for one disk holds for all later ones, if it is
+    /// [kept](Preparation::keep). With `unprotected`, what takes CAP_SYS_RESOURCE may be lacking.
     ///
     /// # Errors
-    /// It cannot be done; the server may be locked in memory nevertheless.
-    pub fn make_safe(&self, store: &Arc<Store>, disk: &Arc<Disk>, unprotected: bool) -> anyhow::Result<()> {
+    /// It cannot be done; the server may be locked in memory nevertheless, also where it is not kept.
+    pub fn make_safe<'s>(
+        &'s self,
+        store: &'s Arc<Store>,
+        disk: &Arc<Disk>,
+        unprotected: bool,
+    ) -> anyhow::Result<Preparation<'s>> {
         let mut lacks = self.lacks.clone();
         // Harmless where it turns out to be in vain.
         if let Err(error) = fs::write("/proc/self/oom_score_adj", OOM_NEVER) {
@@ -124,7 +134,7 @@ impl Safety {
                 lacks.join("; ")
             );
         }
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
         let here = cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes());
         if !state.locked {
             // What is mapped from here on is locked as it is touched. Not all of it at once: the store maps far more than it uses.
@@ -139,37 +149,69 @@ impl Safety {
                     "compcache: a machine with more in use than fits will not be helped by the OOM killer soon: {error:#}\n"
                 ));
             }
-            state.boost = NoBoost::take();
             state.locked = true;
         }
+        if !state.serving {
+            state.boost = NoBoost::take();
+        }
+        drop(state);
         self.disks.add(disk);
-        let limit_before = store.limit_bytes();
+        let preparation = Preparation { safety: self, store, limit_before: store.limit_bytes(), kept: false };
         // Where pages can leave, memory is better left to the programs.
         if disk.pool().backing().is_none() {
             store.set_limit_bytes(self.limit_bytes);
         }
         store.set_reserve_bytes((here / RESERVE_SHARE).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end));
-        let prepared = prepare(store, disk);
-        if prepared.is_err() {
-            store.set_limit_bytes(limit_before);
-        }
-        if prepared.is_err() && !state.serving {
-            // What was prepared in vain goes back, by the thread that got it.
-            store.set_reserve_bytes(0);
-        }
-        state.serving |= prepared.is_ok();
-        prepared
+        prepare(store, disk)?;
+        Ok(preparation)
     }
 
     /// The server ends: what is the machine's is as it was before.
     pub fn end(&self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).boost = None;
+        self.lock().boost = None;
     }
 
     /// Has the system give the memory of what was mapped since: stacks and buffers of threads that were started.
     pub fn settle(&self, store: &Store) {
-        if self.state.lock().unwrap_or_else(PoisonError::into_inner).serving {
+        if self.lock().serving {
             populate(store);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What was changed for a disk that is not there yet. Put back when this is dropped, but for the lock on the server's memory and
+/// the threads, which cost little; unless the disk has come.
+#[must_use = "it is put back when this is dropped"]
+pub struct Preparation<'s> {
+    safety: &'s Safety,
+    store: &'s Store,
+    limit_before: u64,
+    kept: bool,
+}
+
+impl Preparation<'_> {
+    /// The disk is there.
+    pub fn keep(mut self) {
+        self.kept = true;
+        self.safety.lock().serving = true;
+    }
+}
+
+impl Drop for Preparation<'_> {
+    fn drop(&mut self) {
+        if self.kept {
+            return;
+        }
+        self.store.set_limit_bytes(self.limit_before);
+        let mut state = self.safety.lock();
+        if !state.serving {
+            // What was prepared in vain goes back, by the thread that got it.
+            self.store.set_reserve_bytes(0);
+            state.boost = None;
         }
     }
 }

@@ -218,6 +218,18 @@ fn swap_that_cannot_be_made_leaves_nothing_behind() {
     }
     server.refuses(&on(&["--size", "64M", "--backing-batch", "1M"]), &["required", "--backing <DEVICE>"]);
     assert_eq!(server.ok(&["disk", "list", "--json"]).trim(), "[]");
+    // Where ublk is, there is a disk.
+    if !Path::new("/dev/ublk-control").exists() {
+        let usual = Server::start(&[]);
+        let boost = || fs::read_to_string("/proc/sys/vm/watermark_boost_factor").expect("a setting");
+        let before = boost();
+        usual.refuses(&on(&["--size", "64M", "--transport", "ublk"]), &["swap stays as it was", "ublk"]);
+        assert_eq!(boost(), before, "the setting is not as it was");
+        // With 80 % for swap there would be no room for this.
+        let origin = usual.directory.path().join("origin").display().to_string();
+        fs::write(&origin, vec![0; 1 << 20]).expect("it can be written to");
+        usual.ok(&["disk", "create", "--transport", "nbd", "--memory", "40%", "--origin", &origin]);
+    }
     let small = Server::start(&["--memory", "4M"]);
     small.refuses(&on(&["--size", "64M"]), &["no memory for the reserve", "limit"]);
 }
