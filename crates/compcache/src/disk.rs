@@ -80,6 +80,12 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
         (Transport::Loop, None) => At::Loop,
         (Transport::Auto, None) => At::Auto,
     };
+    if matches!(at, At::NbdUnix(_) | At::NbdTcp(_)) && (args.mkfs.is_some() || args.mount.is_some()) {
+        bail!(
+            "--mkfs and --mount are for a block device, and an NBD export was asked for; leave out --transport nbd, --nbd-socket and \
+             --nbd-tcp, or connect a client to the export and make the file system on its device"
+        );
+    }
     let wanted = Create {
         name: args.name,
         // With an origin it is the origin's.

@@ -345,7 +345,10 @@ fn what_cannot_become_a_file_system_leaves_no_disk() {
     server.refuses(&["disk", "create", "--size", "8M", "--mkfs", "nonesuch"], &["mkfs.nonesuch"]);
     server
         .refuses(&["disk", "create", "--size", "8M", "--mkfs", "ext4", "--mount", "/nowhere"], &["mount", "/nowhere"]);
-    server.refuses(&["disk", "create", "--size", "8M", "--transport", "nbd", "--mkfs", "ext4"], &["block device"]);
+    for nbd in [["--transport", "nbd"], ["--nbd-tcp", "127.0.0.1:0"]] {
+        let create = [&["disk", "create", "--size", "8M", "--mkfs", "ext4"][..], &nbd].concat();
+        server.refuses(&create, &["block device", "an NBD export was asked for"]);
+    }
     server.refuses(&["disk", "create", "--size", "8M", "--mount", "/mnt"], &["--mkfs"]);
     assert_eq!(server.ok(&["disk", "list", "--json"]).trim(), "[]");
 }
