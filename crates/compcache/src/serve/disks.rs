@@ -215,6 +215,9 @@ impl Disks {
         }
         // Before anything is put by for swap: whoever recompresses would take of it.
         self.cold.watch(disk.pool(), recompress, wanted.for_swap);
+        if wanted.for_swap && backing.is_none() {
+            self.refuse_swap_beside(disks.cache_bytes())?;
+        }
         let make_safe = || self.safety.make_safe(&self.store, &disk, wanted.unprotected);
         let prepared = wanted.for_swap.then(make_safe).transpose()?;
         if wanted.for_swap {
@@ -248,13 +251,28 @@ impl Disks {
 
     /// A cache of `more_bytes` beside others of `cache_bytes`: with what other disks may take, no more than there is.
     fn refuse_too_much(&self, cache_bytes: u64, more_bytes: u64) -> anyhow::Result<()> {
-        let here = cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes());
+        let here = memory_here();
         let taken = self.store.limit_bytes().saturating_add(cache_bytes);
         if taken.saturating_add(more_bytes) > here {
             bail!(
                 "a cache of {} is too large: other disks may take {} of {}; use less, or start the server with a smaller --memory",
                 Shown(more_bytes),
                 Shown(taken),
+                Shown(here)
+            );
+        }
+        Ok(())
+    }
+
+    /// The same where caches are there, and the limit of all other disks is about to be made larger for swap.
+    fn refuse_swap_beside(&self, cache_bytes: u64) -> anyhow::Result<()> {
+        let (here, with_swap) = (memory_here(), self.safety.limit_bytes());
+        if with_swap > self.store.limit_bytes() && with_swap.saturating_add(cache_bytes) > here {
+            bail!(
+                "with swap disks may take {}, and caches of disks with an origin {} of {}; give these less (compcache disk change \
+                 --limit), or start the server with a smaller --memory",
+                Shown(with_swap),
+                Shown(cache_bytes),
                 Shown(here)
             );
         }
@@ -480,6 +498,11 @@ impl Attached {
             latency,
         }
     }
+}
+
+/// What all who are here can have.
+fn memory_here() -> u64 {
+    cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes())
 }
 
 /// What is wanted, where something was said, of what there is.

@@ -218,6 +218,11 @@ fn swap_that_cannot_be_made_leaves_nothing_behind() {
     }
     server.refuses(&on(&["--size", "64M", "--backing-batch", "1M"]), &["required", "--backing <DEVICE>"]);
     assert_eq!(server.ok(&["disk", "list", "--json"]).trim(), "[]");
+    let caching = Server::start(&[]);
+    let origin = caching.directory.path().join("origin").display().to_string();
+    fs::write(&origin, vec![0; 1 << 20]).expect("it can be written to");
+    caching.ok(&["disk", "create", "--transport", "nbd", "--memory", "40%", "--origin", &origin]);
+    caching.refuses(&on(&["--size", "8K"]), &["swap stays as it was", "caches of disks with an origin"]);
     // Where ublk is, there is a disk.
     if !Path::new("/dev/ublk-control").exists() {
         let usual = Server::start(&[]);
