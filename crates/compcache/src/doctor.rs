@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use compcache_block::ublk;
 use compcache_fuse::{ENABLED, QUEUES_MAX};
 use rustix::fs::Access;
-use rustix::process::geteuid;
+use rustix::process::{Resource, geteuid, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
 use serde::Serialize;
 
@@ -114,6 +114,7 @@ impl Facts {
         let uffd = userfaultfd::probe();
         let features = uffd.map_or(userfaultfd::Features(0), |granted| granted.features);
         let object = run::find_object();
+        let (rights, found) = (Rights::here(), Found::here());
         Self {
             version: env!("CARGO_PKG_VERSION"),
             architecture: std::env::consts::ARCH,
@@ -139,28 +140,73 @@ impl Facts {
             nbd: device("/dev/nbd0"),
             preload_object: object.as_ref().ok().map(|path| path.display().to_string()),
             run: run_works(&kernel, uffd, object.err()),
-            disk: disk_works(),
-            swap: swap_works(disk_works()),
-            mount: mount_works(),
+            disk: disk_works(rights, &found),
+            swap: swap_works(disk_works(rights, &found), rights),
+            mount: mount_works(rights, found.fuse, found.fusermount),
             kernel,
         }
     }
 }
 
+/// Who asks. Root in a container may do less than root.
+#[derive(Clone, Copy)]
+struct Rights {
+    root: bool,
+    sys_admin: bool,
+    sys_resource: bool,
+    /// Memory may be locked, all of it.
+    ipc_lock: bool,
+}
+
+impl Rights {
+    fn here() -> Rights {
+        let may = |capability| capabilities(None).is_ok_and(|sets| sets.effective.contains(capability));
+        Rights {
+            root: geteuid().is_root(),
+            sys_admin: may(CapabilitySet::SYS_ADMIN),
+            sys_resource: may(CapabilitySet::SYS_RESOURCE),
+            ipc_lock: may(CapabilitySet::IPC_LOCK) || getrlimit(Resource::Memlock).current.is_none(),
+        }
+    }
+}
+
+/// What there is to serve with.
+#[derive(Clone, Copy)]
+struct Found {
+    ublk: bool,
+    fuse: Device,
+    control: Device,
+    /// Which mounts for others than root.
+    fusermount: bool,
+}
+
+impl Found {
+    fn here() -> Found {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        Found {
+            ublk: ublk::probe().is_ok(),
+            fuse: device("/dev/fuse"),
+            control: device("/dev/loop-control"),
+            fusermount: std::env::split_paths(&path).any(|directory| directory.join("fusermount3").is_file()),
+        }
+    }
+}
+
 /// Disks need nothing for NBD, which no kernel has a part in; what may be missing is what makes a block device of one.
-fn disk_works() -> Way {
-    if ublk::probe().is_ok() {
+fn disk_works(rights: Rights, found: &Found) -> Way {
+    if found.ublk {
         return Way { works: true, why: None };
     }
-    let missing: Vec<_> = [("/dev/fuse", "fuse"), ("/dev/loop-control", "loop")]
+    let missing: Vec<_> = [("/dev/fuse", "fuse", found.fuse), ("/dev/loop-control", "loop", found.control)]
         .into_iter()
-        .filter(|(node, _)| device(node) != Device::Usable)
-        .map(|(node, module)| match device(node) {
+        .filter(|(_, _, device)| *device != Device::Usable)
+        .map(|(node, module, device)| match device {
             Device::Absent => format!("{node} is missing (modprobe {module})"),
             _ => format!("{node} may not be opened"),
         })
+        .chain((!rights.sys_admin).then(|| "CAP_SYS_ADMIN is lacking".to_owned()))
         .collect();
-    let why = match (geteuid().is_root(), missing.is_empty()) {
+    let why = match (rights.root, missing.is_empty()) {
         (true, true) => None,
         (false, _) => Some("over NBD; as a block device for root only".into()),
         (true, false) => Some(format!("over NBD alone: {}", missing.join(", "))),
@@ -169,12 +215,18 @@ fn disk_works() -> Way {
 }
 
 /// Swap needs a disk that is a block device, and a server that may protect itself.
-fn swap_works(disk: Way) -> Way {
+fn swap_works(disk: Way, rights: Rights) -> Way {
     if let Some(why) = disk.why {
         return Way { works: false, why: Some(format!("it needs a block device, and disks work only {why}")) };
     }
-    let may = |capability| capabilities(None).is_ok_and(|sets| sets.effective.contains(capability));
-    let why = match may(CapabilitySet::SYS_RESOURCE) {
+    let needed = [
+        (rights.sys_admin, "CAP_SYS_ADMIN (to swap)"),
+        (rights.ipc_lock, "CAP_IPC_LOCK (for a server that locks its memory)"),
+    ];
+    if let Some((_, lacking)) = needed.into_iter().find(|(has, _)| !has) {
+        return Way { works: false, why: Some(format!("{lacking} is lacking")) };
+    }
+    let why = match rights.sys_resource {
         true => None,
         false => Some("with --unprotected alone, since CAP_SYS_RESOURCE is lacking".into()),
     };
@@ -182,14 +234,12 @@ fn swap_works(disk: Way) -> Way {
 }
 
 /// A mount needs FUSE; for others than root the program that mounts for them as well.
-fn mount_works() -> Way {
-    let has = |program: &str| {
-        std::env::var_os("PATH").is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
-    };
-    let why = match device("/dev/fuse") {
+fn mount_works(rights: Rights, fuse: Device, fusermount: bool) -> Way {
+    let why = match fuse {
         Device::Absent => Some("/dev/fuse is missing (modprobe fuse)".to_owned()),
         Device::Forbidden => Some("/dev/fuse may not be opened (chmod 666, as distributions have it)".to_owned()),
-        Device::Usable if geteuid().is_root() || has("fusermount3") => None,
+        Device::Usable if rights.root && !rights.sys_admin => Some("CAP_SYS_ADMIN is lacking (to mount)".to_owned()),
+        Device::Usable if rights.root || fusermount => None,
         Device::Usable => Some("the program fusermount3 is missing (package fuse3)".to_owned()),
     };
     Way { works: why.is_none(), why }
@@ -307,5 +357,36 @@ impl Display for Facts {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn root_without_the_capabilities_of_root_is_told_which_ones_are_lacking() {
+        let root = Rights { root: true, sys_admin: true, sys_resource: true, ipc_lock: true };
+        let found = Found { ublk: false, fuse: Device::Usable, control: Device::Usable, fusermount: false };
+        let (disk, mount) =
+            (|rights| disk_works(rights, &found), |rights| mount_works(rights, found.fuse, found.fusermount));
+        let swap = |rights| swap_works(disk(rights), rights);
+        let why = |way: Way| (way.works, way.why.unwrap_or_default());
+        for way in [disk(root), swap(root), mount(root)] {
+            assert_eq!(why(way), (true, String::new()));
+        }
+        let lacks = |(works, why): (bool, String), expected, capability: &str| {
+            assert!(works == expected && why.contains(capability), "{works} {why}");
+        };
+        let weak = Rights { sys_admin: false, ..root };
+        lacks(why(disk(weak)), true, "over NBD alone: CAP_SYS_ADMIN");
+        lacks(why(swap(weak)), false, "CAP_SYS_ADMIN");
+        lacks(why(mount(weak)), false, "CAP_SYS_ADMIN");
+        lacks(why(swap(Rights { ipc_lock: false, ..root })), false, "CAP_IPC_LOCK");
+        lacks(why(swap(Rights { sys_resource: false, ..root })), true, "--unprotected");
+        let user = Rights { root: false, sys_admin: false, sys_resource: false, ipc_lock: false };
+        lacks(why(disk(user)), true, "for root only");
+        lacks(why(mount(user)), false, "fusermount3");
+        assert!(mount_works(user, Device::Usable, true).works);
     }
 }
