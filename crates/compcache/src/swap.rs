@@ -31,12 +31,8 @@ pub fn swap(command: SwapCommand) -> ExitCode {
 fn on(args: SwapOnArgs) -> anyhow::Result<String> {
     let ram_bytes = ram_bytes();
     let socket = server(&args.server)?;
-    let name = match args.name {
-        Some(name) => name,
-        None => free_name(&disks(&socket)?),
-    };
     let wanted = Create {
-        name: Some(name.clone()),
+        name: args.name,
         size_bytes: whole_blocks(args.size.bytes(ram_bytes)),
         codec: args.codec.to_string(),
         limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes)),
@@ -62,9 +58,9 @@ fn on(args: SwapOnArgs) -> anyhow::Result<String> {
     let started = tool("mkswap", &["-L", "compcache", &disk.at])
         .and_then(|()| tool("swapon", &["--discard=pages", "--priority", &priority.to_string(), &disk.at]));
     if let Err(error) = started {
-        return match ask(&socket, Request::Remove { name: name.clone(), force: true }) {
+        return match ask(&socket, Request::Remove { name: disk.name.clone(), force: true }) {
             Ok(_) => Err(error.context("swap stays as it was")),
-            Err(left) => Err(anyhow!("{error:#}; disk {name} stays, for {left:#}")),
+            Err(left) => Err(anyhow!("{error:#}; disk {} stays, for {left:#}", disk.name)),
         };
     }
     if setting(PAGE_CLUSTER).is_some_and(|value| value != "0") {
@@ -136,11 +132,6 @@ fn by_name<'d>(disks: &'d [DiskState], name: &str) -> anyhow::Result<&'d DiskSta
         bail!("disk {name} was not made by `compcache swap on`");
     }
     Ok(disk)
-}
-
-fn free_name(disks: &[DiskState]) -> String {
-    let is_free = |name: &String| disks.iter().all(|disk| disk.name != *name);
-    (0..).map(|nth| format!("swap{nth}")).find(is_free).expect("endless")
 }
 
 /// Text; of a name that is none, what can be read of it.

@@ -135,13 +135,16 @@ impl Named {
     }
 
     /// The name that is wanted, or one that is free.
-    fn name_for(&self, wanted: Option<&str>) -> anyhow::Result<String> {
+    fn name_for(&self, wanted: Option<&str>, for_swap: bool) -> anyhow::Result<String> {
         if self.ending {
             bail!("the server is ending");
         }
         let is_free = |name: &String| !self.by_name.contains_key(name) && !self.leaving.contains_key(name);
         match wanted {
-            None => Ok((0..).map(|nth| format!("disk{nth}")).find(is_free).expect("endless")),
+            None => {
+                let kind = if for_swap { "swap" } else { "disk" };
+                Ok((0..).map(|nth| format!("{kind}{nth}")).find(is_free).expect("endless"))
+            }
             Some(name) => Some(checked_name(name)?.to_owned())
                 .filter(is_free)
                 .ok_or_else(|| anyhow!("there is a disk called {name} already; choose another name")),
@@ -200,7 +203,7 @@ impl Disks {
         }
         refuse_no_size(wanted.size_bytes)?;
         let mut disks = self.lock();
-        let name = disks.name_for(wanted.name.as_deref())?;
+        let name = disks.name_for(wanted.name.as_deref(), wanted.for_swap)?;
         let limit_bytes = wanted.limit_bytes.unwrap_or(u64::MAX);
         let config = PoolConfig { codec: codec.of_store(), limit_bytes };
         let open = |backing| DiskBacking::open(backing, wanted.size_bytes, wanted.for_swap, &disks.devices());
@@ -238,7 +241,7 @@ impl Disks {
     fn create_over(&self, wanted: &Create, origin: &OriginWanted) -> anyhow::Result<DiskState> {
         let codec: Codec = wanted.codec.parse()?;
         let mut disks = self.lock();
-        let name = disks.name_for(wanted.name.as_deref())?;
+        let name = disks.name_for(wanted.name.as_deref(), wanted.for_swap)?;
         self.refuse_too_much(disks.cache_bytes(), origin.memory_bytes)?;
         let origin = DiskOrigin::open(origin, codec, &disks.devices())?;
         let wire = Wire::start(&name, origin.device(), &wanted.at, false, &self.directory)?;
@@ -540,6 +543,17 @@ fn refuse_no_size(size_bytes: u64) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_that_nobody_chose_is_free_and_says_what_for() {
+        let leaves = || Leaves { at: String::new(), cache_bytes: 0 };
+        let mut disks = Named::default();
+        assert_eq!(disks.name_for(None, true).unwrap(), "swap0");
+        disks.leaving.insert("swap0".into(), leaves());
+        assert_eq!(disks.name_for(None, true).unwrap(), "swap1");
+        assert_eq!(disks.name_for(None, false).unwrap(), "disk0");
+        assert!(disks.name_for(Some("swap0"), true).is_err());
+    }
 
     #[test]
     fn a_name_cannot_leave_its_directory() {
