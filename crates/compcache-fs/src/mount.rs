@@ -21,6 +21,7 @@ use rustix::fs::{StatVfsMountFlags, fstatvfs};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount};
 use rustix::process::{geteuid, getgid, getuid};
+use rustix::system::sysinfo;
 
 use crate::error::FsError;
 use crate::inodes::Inodes;
@@ -49,6 +50,8 @@ pub struct MountOptions {
     pub allow_other: bool,
     /// The most memory that pages, tables and index take, in bytes.
     pub memory_bytes: u64,
+    /// Of what a later limit in per cent is a share.
+    pub whole_bytes: fn() -> u64,
     /// What pages are compressed with.
     pub codec: Codec,
     /// What programs may not do there.
@@ -98,6 +101,7 @@ impl MountOptions {
             target: target.into(),
             allow_other: false,
             memory_bytes,
+            whole_bytes: ram_bytes,
             codec: Codec::Lz4,
             forbidden: Forbidden::default(),
             exclusive: false,
@@ -147,6 +151,12 @@ impl MountedAt {
     }
 }
 
+/// RAM of the machine.
+fn ram_bytes() -> u64 {
+    let info = sysinfo();
+    info.totalram as u64 * u64::from(info.mem_unit)
+}
+
 /// A mounted tree. Dropping it unmounts it if nobody uses it; if somebody does, it is served for as long as the process lives.
 pub struct Mount {
     session: Option<BackgroundSession>,
@@ -180,6 +190,7 @@ impl Mount {
             cache: cache.clone(),
             exclusive: options.exclusive,
             remembered: options.remembered,
+            whole_bytes: options.whole_bytes,
             watches,
             notices,
             by_rings: compcache_fuse::queues().is_some(),

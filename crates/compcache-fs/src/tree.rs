@@ -84,6 +84,8 @@ pub struct Tree {
     exclusive: bool,
     /// How long the kernel may believe what it was told of names and attributes.
     remembered: Duration,
+    /// Of what a limit in per cent is a share.
+    whole_bytes: fn() -> u64,
     /// If files are watched while they are open.
     watches: Option<Arc<Watches>>,
     /// What the kernel is to be told, by a thread that serves no requests.
@@ -113,6 +115,7 @@ pub struct Parts {
     pub cache: Arc<Cache<Stamp>>,
     pub exclusive: bool,
     pub remembered: Duration,
+    pub whole_bytes: fn() -> u64,
     pub watches: Option<Arc<Watches>>,
     pub notices: Sender<Notice>,
     pub by_rings: bool,
@@ -121,7 +124,7 @@ pub struct Parts {
 impl Tree {
     /// With what a thread that reads ahead is to serve.
     pub fn new(parts: Parts) -> (Tree, Jobs) {
-        let Parts { inodes, cache, exclusive, remembered, watches, notices, by_rings } = parts;
+        let Parts { inodes, cache, exclusive, remembered, whole_bytes, watches, notices, by_rings } = parts;
         let (by_rings, linger) = (by_rings.into(), OnceLock::new());
         let (files, directories, lower) = (Handles::new(), Handles::new(), Lower::new());
         let (ahead, jobs) = Ahead::new();
@@ -134,6 +137,7 @@ impl Tree {
             ahead,
             exclusive,
             remembered,
+            whole_bytes,
             watches,
             notices,
             by_rings,

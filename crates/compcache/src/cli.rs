@@ -130,6 +130,9 @@ pub struct RunArgs {
 const SIZE_NOTE: &str = "SIZE is a number of bytes, or one with K, M, G or T (powers of 1024), or a share of the \
                          machine's RAM (10%).";
 
+const MOUNT_SIZE_NOTE: &str = "SIZE is a number of bytes, or one with K, M, G or T (powers of 1024), or a share (10%) of the \
+                               machine's RAM, or of the memory cgroup's limit where the mount is served if that is lower.";
+
 const NOTES: &str = "SIZE is a number of bytes, or one with K, M, G or T (powers of 1024; 512M, 1.5G, 64MiB), \
                      or a share of the machine's RAM (10%).\n\n\
                      COMPCACHE_PRELOAD in the environment names the object to preload, if it is not beside the \
@@ -372,7 +375,7 @@ pub struct SwapOffArgs {
 /// ends as soon as it is not. Signals that are ignored when it starts (nohup) stay so.
 /// What is written goes to the files at the source; they are what they are on any file system when it has ended, however that was.
 #[derive(Args)]
-#[command(after_help = SIZE_NOTE)]
+#[command(after_help = MOUNT_SIZE_NOTE)]
 pub struct MountArgs {
     /// The tree
     pub source: PathBuf,
@@ -438,7 +441,7 @@ pub struct UmountArgs {
 
 /// Change the limit and the codec of a mount while it is in use
 #[derive(Args)]
-#[command(after_help = SIZE_NOTE)]
+#[command(after_help = MOUNT_SIZE_NOTE)]
 #[group(id = "settings", required = true, multiple = true, args = ["memory", "codec"])]
 pub struct RemountArgs {
     /// Where it is mounted

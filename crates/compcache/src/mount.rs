@@ -27,7 +27,7 @@ use crate::disk::ended;
 use crate::end_signals::EndSignals;
 use crate::kernel::ram_bytes;
 use crate::run::{STATUS_FAILED, say};
-use crate::size::Shown;
+use crate::size::{Shown, Size};
 
 /// What our mounts are called in the table of mounts.
 const KIND: &str = "fuse.compcache";
@@ -58,6 +58,7 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
         exclusive: args.exclusive,
         watch: args.watch,
         forbidden,
+        whole_bytes: ram_here,
         remembered: Duration::from_secs_f64(args.remember),
         ..MountOptions::new(absolute(&args.source)?, absolute(&args.target)?, args.memory.bytes(ram_here()))
     };
@@ -105,7 +106,12 @@ fn changed(args: &RemountArgs) -> anyhow::Result<()> {
     };
     if let Some(memory) = args.memory {
         ours(&args.target)?;
-        set("user.compcache.memory", memory.bytes(ram_here()).to_string())?;
+        // A share is of what there is where it is served, which may be in another memory cgroup.
+        let limit = match memory {
+            Size::Bytes(bytes) => bytes.to_string(),
+            Size::PercentOfRam(percent) => format!("{percent}%"),
+        };
+        set("user.compcache.memory", limit)?;
     }
     if let Some(codec) = args.codec {
         ours(&args.target)?;

@@ -322,6 +322,7 @@ mod tests {
             cache: Arc::new(Cache::new(2 << 20, Codec::Lz4).unwrap()),
             exclusive,
             remembered: Duration::ZERO,
+            whole_bytes: || 0,
             watches: None,
             notices: channel().0,
             by_rings: false,

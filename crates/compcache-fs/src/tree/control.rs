@@ -6,7 +6,7 @@
 //! | name                    | read                                 | written, by root and who mounted   |
 //! |-------------------------|--------------------------------------|------------------------------------|
 //! | `user.compcache.stats`  | a line `NAME VALUE` for each statistic | -                                |
-//! | `user.compcache.memory` | the same                             | the new limit, in bytes            |
+//! | `user.compcache.memory` | the same                             | the new limit, in bytes, or `50%` of what is there where the server is |
 //! | `user.compcache.codec`  | the same                             | `lz4`, or `zstd LEVEL`             |
 
 use std::ffi::OsStr;
@@ -54,7 +54,7 @@ impl Tree {
         match control {
             Control::Stats => Err(Errno::PERM),
             Control::Memory => {
-                self.cache.set_limit_bytes(value.parse().map_err(|_| Errno::INVAL)?);
+                self.cache.set_limit_bytes(limit_bytes(value, self.whole_bytes).ok_or(Errno::INVAL)?);
                 Ok(())
             }
             Control::Codec => {
@@ -65,6 +65,27 @@ impl Tree {
                 };
                 self.cache.set_codec(codec).map_err(|_| Errno::INVAL)
             }
+        }
+    }
+}
+
+/// A number of bytes, or of hundredths of what there is.
+fn limit_bytes(value: &str, whole_bytes: impl Fn() -> u64) -> Option<u64> {
+    let Some(percent) = value.strip_suffix('%') else { return value.parse().ok() };
+    let percent: f64 = percent.parse().ok()?;
+    (0.0..=100.0).contains(&percent).then(|| (whole_bytes() as f64 * percent / 100.0) as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_is_of_what_the_server_has() {
+        let limit = |value| limit_bytes(value, || 1000);
+        assert_eq!(["4096", "0", "50%", "12.5%", "100%"].map(limit), [4096, 0, 500, 125, 1000].map(Some));
+        for value in ["", "%", "101%", "-1%", "NaN%", "4K", "50 %"] {
+            assert_eq!(limit(value), None, "{value}");
         }
     }
 }
