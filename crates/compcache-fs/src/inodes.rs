@@ -371,7 +371,7 @@ mod tests {
             assert_eq!(give("a"), a);
         }
         assert_eq!(inodes.count(), 3);
-        let oldest = || inodes.oldest().unwrap().1;
+        let oldest = || inodes.oldest().unwrap().names.all().remove(0).1;
         assert_eq!([oldest(), oldest(), oldest(), oldest()], ["b", "c", "a", "b"]);
         inodes.forget(c, 1);
         assert_eq!([oldest(), oldest(), oldest()], ["a", "b", "a"]);

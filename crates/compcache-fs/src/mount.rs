@@ -481,6 +481,7 @@ mod tests {
             cache: Arc::new(Cache::new(options.memory_bytes, options.codec).unwrap()),
             exclusive: false,
             remembered: Duration::ZERO,
+            whole_bytes: || 0,
             watches: None,
             notices: channel().0,
             by_rings: true,

@@ -344,7 +344,7 @@ mod tests {
         let mut write = |index: u64| {
             // Each has the same noise, and so compresses beside others alone.
             let page: Vec<u8> =
-                (0..4096u64).map(|at| if at < 2048 { (at * at >> 3) as u8 } else { index as u8 }).collect();
+                (0..4096u64).map(|at| if at < 2048 { ((at * at) >> 3) as u8 } else { index as u8 }).collect();
             pool.write(&mut worker, PageIndex(index), page.as_slice().try_into().unwrap())
         };
         let full = (0..).find(|index| write(*index).is_err()).unwrap();
