@@ -280,7 +280,7 @@ mod tests {
     fn page(index: u64) -> Page {
         let mut random = fastrand::Rng::with_seed(index + 1);
         let mut page = [0; 4096];
-        let noise = if index % 3 == 0 { 4096 } else { 700 };
+        let noise = if index.is_multiple_of(3) { 4096 } else { 700 };
         random.fill(&mut page[..noise]);
         page
     }

@@ -487,10 +487,7 @@ mod tests {
         let mut full: Vec<Begun> = Vec::new();
         for _ in 0..20_000 {
             match random.u8(0..4) {
-                0 | 1 => full.extend(segments.begin(1).map(|begun| {
-                    segments.arrived(begun, 9);
-                    begun
-                })),
+                0 | 1 => full.extend(segments.begin(1).inspect(|begun| segments.arrived(*begun, 9))),
                 2 if !full.is_empty() => {
                     let begun = full.swap_remove(random.usize(..full.len()));
                     segments.free_record(begun.segment, 9);
