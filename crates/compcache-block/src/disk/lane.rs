@@ -196,7 +196,7 @@ impl DiskLane {
         change: impl FnOnce(&mut [u8]),
     ) -> Result<Outcome, DeviceError> {
         let disk = self.disk.clone();
-        let _alone = disk.stripes.have(part.block);
+        let Some(_alone) = disk.stripes.have_as(part.block, manner) else { return Ok(Outcome::MustWait) };
         disk.check(request, part.block * BLOCK, BLOCK)?;
         done!(self.read_page(part.block, manner));
         change(&mut self.page[part.within]);
@@ -209,11 +209,12 @@ impl DiskLane {
         request: Request,
         blocks: Range<u64>,
         mut change: impl FnMut(&Disk, &mut Worker, Range<u64>) -> Result<Outcome, DeviceError>,
+        manner: Manner,
     ) -> Result<Outcome, DeviceError> {
         let mut next = blocks.start;
         while next < blocks.end {
             let end = (next - next % SEGMENT_BLOCKS + SEGMENT_BLOCKS).min(blocks.end);
-            let _shared = self.disk.stripes.share(next);
+            let Some(_shared) = self.disk.stripes.share_as(next, manner) else { return Ok(Outcome::MustWait) };
             self.disk.check(request, next * BLOCK, (end - next) * BLOCK)?;
             done!(change(&self.disk, &mut self.worker, next..end));
             next = end;
@@ -221,22 +222,22 @@ impl DiskLane {
         Ok(Outcome::Done(()))
     }
 
-    fn discard_blocks(&mut self, request: Request, blocks: Range<u64>) -> Result<Outcome, DeviceError> {
+    fn discard_blocks(&mut self, request: Request, blocks: Range<u64>, manner: Manner) -> Result<Outcome, DeviceError> {
         if blocks.end - blocks.start <= SEGMENT_BLOCKS {
-            return self.change_blocks(request, blocks, |disk, _, blocks| {
+            return self.change_blocks(request, blocks, manner, |disk, _, blocks| {
                 disk.pool.discard_range(PageIndex(blocks.start), blocks.end - blocks.start);
                 Ok(Outcome::Done(()))
             });
         }
         // The pool skips what is empty a gigabyte at a time, which segments would not let it do.
-        let _shared = self.disk.stripes.share_all();
+        let Some(_shared) = self.disk.stripes.share_all_as(manner) else { return Ok(Outcome::MustWait) };
         self.disk.check(request, blocks.start * BLOCK, (blocks.end - blocks.start) * BLOCK)?;
         self.disk.pool.discard_range(PageIndex(blocks.start), blocks.end - blocks.start);
         Ok(Outcome::Done(()))
     }
 
-    fn zero_blocks(&mut self, blocks: Range<u64>) -> Result<Outcome, DeviceError> {
-        self.change_blocks(Request::WriteZeroes, blocks, |disk, worker, blocks| {
+    fn zero_blocks(&mut self, blocks: Range<u64>, manner: Manner) -> Result<Outcome, DeviceError> {
+        self.change_blocks(Request::WriteZeroes, blocks, manner, |disk, worker, blocks| {
             for block in blocks {
                 disk.pool.write(worker, PageIndex(block), &ZEROES)?;
             }
@@ -289,7 +290,7 @@ impl Lane for DiskLane {
             done!(self.change_part(Request::Write, part, manner, |bytes| bytes.copy_from_slice(head)));
         }
         let (pages, first) = (whole.as_chunks().0, split.whole.start);
-        done!(self.change_blocks(Request::Write, split.whole, |disk, worker, blocks| {
+        done!(self.change_blocks(Request::Write, split.whole, manner, |disk, worker, blocks| {
             let pages = &pages[(blocks.start - first) as usize..(blocks.end - first) as usize];
             disk.write_pages(worker, blocks.start, pages, manner)
         }));
@@ -304,9 +305,9 @@ impl Lane for DiskLane {
         Ok(Outcome::Done(()))
     }
 
-    fn discard(&mut self, offset_bytes: u64, length_bytes: u64, _manner: Manner) -> Result<Outcome, DeviceError> {
+    fn discard(&mut self, offset_bytes: u64, length_bytes: u64, manner: Manner) -> Result<Outcome, DeviceError> {
         self.disk.check(Request::Discard, offset_bytes, length_bytes)?;
-        self.discard_blocks(Request::Discard, Split::new(offset_bytes, length_bytes).whole)
+        self.discard_blocks(Request::Discard, Split::new(offset_bytes, length_bytes).whole, manner)
     }
 
     fn write_zeroes(
@@ -322,8 +323,8 @@ impl Lane for DiskLane {
             done!(self.change_part(Request::WriteZeroes, part, manner, |bytes| bytes.fill(0)));
         }
         match zeroes {
-            Zeroes::MayBeHoles => self.discard_blocks(Request::WriteZeroes, split.whole),
-            Zeroes::AreData => self.zero_blocks(split.whole),
+            Zeroes::MayBeHoles => self.discard_blocks(Request::WriteZeroes, split.whole, manner),
+            Zeroes::AreData => self.zero_blocks(split.whole, manner),
         }
     }
 

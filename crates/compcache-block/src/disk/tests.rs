@@ -1,5 +1,5 @@
-use std::sync::Barrier;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Barrier, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -249,6 +249,48 @@ fn who_may_not_wait_is_told_so_and_what_is_in_memory_is_served_at_once() {
     assert_eq!(lane.write(out + 10, b"part", WAITING), DONE);
     assert_eq!(lane.read(out, &mut back, WAITING), DONE);
     assert!(back[10..14] == *b"part" && back[14..] == data[out as usize + 14..][..4082]);
+}
+
+/// A request.
+type Ask = fn(&mut dyn Lane, Manner) -> Result<Outcome, DeviceError>;
+
+/// Who holds a stripe may wait for room, or for a block, as long as that takes.
+#[test]
+fn who_may_not_wait_does_not_wait_for_who_does() {
+    let disk = disk(64 << 20, u64::MAX);
+    let requests: [Ask; 7] = [
+        |lane, manner| lane.write(0, &[1; 8192], manner),
+        |lane, manner| lane.write(10, &[1; 100], manner),
+        |lane, manner| lane.discard(0, 8192, manner),
+        |lane, manner| lane.discard(0, 1 << 20, manner),
+        |lane, manner| lane.write_zeroes(0, 8192, Zeroes::AreData, manner),
+        |lane, manner| lane.write_zeroes(0, 1 << 20, Zeroes::MayBeHoles, manner),
+        |lane, manner| lane.write_zeroes(10, 100, Zeroes::MayBeHoles, manner),
+    ];
+    let held = disk.stripes.have(0);
+    let (said, heard) = mpsc::channel();
+    let of_others = disk.clone();
+    let asking = thread::spawn(move || {
+        let mut lane = of_others.lane().unwrap();
+        requests.iter().for_each(|ask| said.send(ask(&mut *lane, Manner::AT_ONCE)).unwrap());
+        assert_eq!(lane.read(0, &mut [0; 8192], Manner::AT_ONCE), DONE);
+        assert_eq!(lane.write(64 * 4096, &[1; 100], Manner::AT_ONCE), DONE, "of another stripe");
+        requests.iter().for_each(|ask| said.send(ask(&mut *lane, WAITING)).unwrap());
+    });
+    for nth in 0..requests.len() {
+        let answer = heard.recv_timeout(Duration::from_secs(20));
+        assert_eq!(answer, Ok(Ok(Outcome::MustWait)), "request {nth}");
+    }
+    assert!(heard.recv_timeout(Duration::from_millis(50)).is_err(), "who may wait does");
+    drop(held);
+    asking.join().unwrap();
+    assert!(heard.iter().eq([DONE; 7]));
+    // Writers of whole blocks are in nobody's way but of who writes a part.
+    let _shared = disk.stripes.share(0);
+    let mut lane = disk.clone().lane().unwrap();
+    let answers = requests.map(|ask| ask(&mut *lane, Manner::AT_ONCE));
+    let must_wait = Ok(Outcome::MustWait);
+    assert_eq!(answers, [DONE, must_wait, DONE, DONE, DONE, DONE, must_wait]);
 }
 
 #[test]
