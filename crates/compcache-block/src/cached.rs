@@ -126,6 +126,10 @@ impl BlockDevice for Cached {
         self.below.needs_flush()
     }
 
+    fn zeroes_quickly(&self) -> bool {
+        self.below.zeroes_quickly()
+    }
+
     fn lane(self: Arc<Self>) -> Result<Box<dyn Lane>, DeviceError> {
         Ok(Box::new(lane::CachedLane::new(self)?))
     }

@@ -51,6 +51,10 @@ impl BlockDevice for Delayed {
         self.inner.size_bytes()
     }
 
+    fn zeroes_quickly(&self) -> bool {
+        self.inner.zeroes_quickly()
+    }
+
     fn lane(self: Arc<Self>) -> Result<Box<dyn Lane>, DeviceError> {
         let inner = self.inner.clone().lane()?;
         Ok(Box::new(DelayedLane { device: self, inner }))

@@ -47,6 +47,12 @@ pub trait BlockDevice: Send + Sync {
         true
     }
 
+    /// Whether zeroes are always written sooner than as many bytes of data. Where they may not be, a client that would write zeroes
+    /// before its data, if only that is quick, must not be told that it is.
+    fn zeroes_quickly(&self) -> bool {
+        true
+    }
+
     /// What one thread needs to make requests. Takes all its memory here.
     ///
     /// # Errors

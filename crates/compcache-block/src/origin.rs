@@ -244,6 +244,11 @@ impl BlockDevice for Origin {
         self.sector_bytes
     }
 
+    /// Where it has neither holes nor zeroes of its own, they are written as data.
+    fn zeroes_quickly(&self) -> bool {
+        false
+    }
+
     fn lane(self: Arc<Self>) -> Result<Box<dyn Lane>, DeviceError> {
         Ok(Box::new(lane::OriginLane::new(self)))
     }

@@ -225,7 +225,8 @@ fn parse_contexts(data: &[u8], choosing: bool) -> Option<(&[u8], bool)> {
 fn flags_of(export: &Export, structured: bool) -> u16 {
     use transmission::*;
     let always = HAS_FLAGS | SEND_FLUSH | SEND_FUA | CAN_MULTI_CONN | SEND_CACHE;
-    let changing = SEND_TRIM | SEND_WRITE_ZEROES | SEND_FAST_ZERO;
+    let quick = if export.device.zeroes_quickly() { SEND_FAST_ZERO } else { 0 };
+    let changing = SEND_TRIM | SEND_WRITE_ZEROES | quick;
     let whole_replies = if structured { SEND_DF } else { 0 };
     always | whole_replies | if export.read_only { READ_ONLY } else { changing }
 }

@@ -119,7 +119,9 @@ impl Server {
         let allowed = match request.command {
             command::READ if self.replies.structured => DF,
             command::READ | command::WRITE | command::FLUSH | command::TRIM | command::CACHE => 0,
-            command::WRITE_ZEROES => NO_HOLE | FAST_ZERO,
+            // Who is not told of quick zeroes may not ask for them.
+            command::WRITE_ZEROES if self.device.zeroes_quickly() => NO_HOLE | FAST_ZERO,
+            command::WRITE_ZEROES => NO_HOLE,
             command::BLOCK_STATUS if self.block_status => REQ_ONE,
             _ => return Err(error::INVAL),
         };

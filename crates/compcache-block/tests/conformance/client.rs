@@ -18,6 +18,9 @@ pub const FUA: u16 = 1;
 pub const NO_HOLE: u16 = 2;
 pub const FAST_ZERO: u16 = 16;
 
+/// Among the flags of an export.
+pub const SEND_FAST_ZERO: u16 = 1 << 11;
+
 pub struct Client {
     pub stream: UnixStream,
     pub size_bytes: u64,

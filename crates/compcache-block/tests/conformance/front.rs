@@ -191,7 +191,8 @@ impl Talk for NbdTalk {
     }
 
     fn write_zeroes(&mut self, offset: u64, length: u64, zeroes: Zeroes) -> Result<(), i32> {
-        let flags = if zeroes == Zeroes::AreData { client::NO_HOLE } else { client::FAST_ZERO };
+        let quick = if self.client.flags & client::SEND_FAST_ZERO == 0 { 0 } else { client::FAST_ZERO };
+        let flags = if zeroes == Zeroes::AreData { client::NO_HOLE } else { quick };
         self.ask(flags, client::WRITE_ZEROES, offset, length, &[]).map(drop)
     }
 

@@ -10,7 +10,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use compcache_block::nbd::{Export, Listen, NbdError, NbdServer};
-use compcache_block::{Array, BlockDevice, Delayed};
+use compcache_block::{Array, BlockDevice, Cached, Checked, Delayed, Origin};
+use compcache_store::Codec;
 
 use crate::client::{self, Client, go_data, greet, option, option_replies};
 use crate::front::{Front, Nbd};
@@ -256,6 +257,23 @@ fn a_long_request_for_status_is_answered_in_extents_of_alternating_kinds() {
     assert_eq!(one.data, [0, 0, 15, 156, 0, 0, 0, 0]);
     let rest = client.ask(0, client::BLOCK_STATUS, 999 * 8192, u32::MAX - 999 * 8192, &[]).unwrap();
     assert_eq!((rest.data.len(), rest.data[15]), (16, 3));
+}
+
+#[test]
+fn quick_zeroes_are_promised_by_none_but_who_keeps_it() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(SIZE_BYTES).unwrap();
+    let origin = Arc::new(Origin::open(file.path()).unwrap());
+    let cached = Arc::new(Cached::new(origin, 4 << 20, Codec::Lz4).unwrap());
+    let checked = Arc::new(Checked::new(cached));
+    for (device, is_quick) in [(disk().device, true), (checked as Arc<dyn BlockDevice>, false)] {
+        let front = Nbd::<true>::serve(device);
+        let mut client = Client::connect(&front.socket, "disk", true).unwrap();
+        assert_eq!(client.flags & client::SEND_FAST_ZERO != 0, is_quick);
+        let mut zeroes = |flags| client.ask(flags, client::WRITE_ZEROES, 0, 4096, &[]).unwrap().error;
+        assert_eq!(zeroes(0), 0);
+        assert_eq!(zeroes(client::FAST_ZERO), if is_quick { 0 } else { 22 });
+    }
 }
 
 #[test]
