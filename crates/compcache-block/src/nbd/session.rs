@@ -91,7 +91,11 @@ impl Server {
             command::READ => lane.read(offset, &mut buffer[HEADROOM..end], manner),
             command::WRITE => lane.write(offset, &buffer[HEADROOM..end], manner),
             command::FLUSH => lane.flush(manner),
-            command::TRIM => lane.discard(offset, length, manner),
+            command::TRIM => match lane.discard(offset, length, manner) {
+                // Nothing was done, which is what a hint may come to. Linux's client makes of this error, as of any, EIO.
+                Err(error) if error.errno() == error::NOTSUP as i32 => Ok(Outcome::Done(())),
+                discarded => discarded,
+            },
             command::WRITE_ZEROES => {
                 let keep = request.flags & command_flag::NO_HOLE != 0;
                 lane.write_zeroes(offset, length, if keep { Zeroes::AreData } else { Zeroes::MayBeHoles }, manner)

@@ -109,11 +109,11 @@ impl<N: Node> Front for Block<N> {
     }
 
     /// The block layer has few words, and the page cache one.
-    fn told(asked: Asked, errno: i32) -> i32 {
+    fn told(asked: Asked, errno: i32) -> Result<(), i32> {
         let [nospc, nomem, io] = [Errno::NOSPC, Errno::NOMEM, Errno::IO].map(Errno::raw_os_error);
         let has_a_word = errno == nospc || errno == nomem;
         let through = N::TOLD_OF.contains(&asked.request) && asked.whole_blocks;
-        if has_a_word && through { errno } else { io }
+        Err(if has_a_word && through { errno } else { io })
     }
 }
 

@@ -45,8 +45,8 @@ pub trait Front: Send + Sync + Sized {
     /// Tells whoever does not see it that the device has another size.
     fn resized(&self) {}
     /// What a client is told when the device fails with `errno`.
-    fn told(_asked: Asked, errno: i32) -> i32 {
-        errno
+    fn told(_asked: Asked, errno: i32) -> Result<(), i32> {
+        Err(errno)
     }
 }
 
@@ -142,6 +142,11 @@ struct NbdTalk {
 }
 
 impl<const STRUCTURED: bool> Front for Nbd<STRUCTURED> {
+    /// A discard is a hint, which nobody has to be able to take.
+    fn told(asked: Asked, errno: i32) -> Result<(), i32> {
+        if asked.request == Request::Discard && errno == 95 { Ok(()) } else { Err(errno) }
+    }
+
     fn serve(device: Arc<dyn BlockDevice>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("nbd");

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use compcache_block::nbd::{Export, Listen, NbdError, NbdServer};
-use compcache_block::{Array, BlockDevice, Cached, Checked, Delayed, Origin};
+use compcache_block::{Array, BlockDevice, Cached, Checked, Delayed, Fault, Faulty, Origin, Request};
 use compcache_store::Codec;
 
 use crate::client::{self, Client, go_data, greet, option, option_replies};
@@ -257,6 +257,23 @@ fn a_long_request_for_status_is_answered_in_extents_of_alternating_kinds() {
     assert_eq!(one.data, [0, 0, 15, 156, 0, 0, 0, 0]);
     let rest = client.ask(0, client::BLOCK_STATUS, 999 * 8192, u32::MAX - 999 * 8192, &[]).unwrap();
     assert_eq!((rest.data.len(), rest.data[15]), (16, 3));
+}
+
+/// What an origin says that cannot discard.
+fn without_holes() -> Arc<dyn BlockDevice> {
+    let fault = Fault { request: Request::Discard, offsets_bytes: 0..u64::MAX, one_in: 1, errno: 95 };
+    Arc::new(Faulty::new(disk().device, 1, vec![fault]))
+}
+
+#[test]
+fn a_trim_of_what_cannot_be_trimmed_is_a_hint_that_was_heard() {
+    let front = Nbd::<true>::serve(without_holes());
+    let mut client = Client::connect(&front.socket, "disk", true).unwrap();
+    assert_eq!(client.ask(0, client::WRITE, 0, 4096, &[7; 4096]).unwrap().error, 0);
+    for flags in [0, client::FUA] {
+        assert_eq!(client.ask(flags, client::TRIM, 0, 4096, &[]).unwrap().error, 0);
+    }
+    assert_eq!(client.ask(0, client::READ, 0, 4096, &[]).unwrap().data, [7; 4096]);
 }
 
 #[test]
