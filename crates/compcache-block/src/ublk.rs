@@ -54,7 +54,7 @@ mod uapi;
 mod waiting;
 
 use std::fmt;
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::num::{NonZeroU16, NonZeroUsize};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -137,6 +137,8 @@ pub struct Ublk {
     waiting: Arc<Waiting<Job>>,
     threads: Vec<JoinHandle<()>>,
     waiting_threads: Vec<JoinHandle<()>>,
+    /// As long as nobody may take it for a dead server's: until the character device is open, and while it is removed.
+    turn: Option<File>,
     /// It is not ours any more, and nor is its number.
     removed: bool,
 }
@@ -177,7 +179,7 @@ impl Ublk {
             ublksrv_flags: MARK | u64::from(process::id()),
             ..DevInfo::default()
         };
-        let _turn = take_turn()?;
+        let turn = take_turn()?;
         let info = control.add(wanted).map_err(UblkError::at(Step::Add, Path::new(CONTROL)))?;
         let mut disk = Ublk {
             device,
@@ -190,11 +192,13 @@ impl Ublk {
             waiting: Arc::new(Waiting::new(usize::from(info.nr_hw_queues) * usize::from(info.queue_depth))),
             threads: Vec::new(),
             waiting_threads: Vec::new(),
+            turn: Some(turn),
             removed: false,
         };
         let path = character_path(info.dev_id);
         let opened = OpenOptions::new().read(true).write(true).open(&path);
         disk.character = Some(Arc::new(opened.map_err(UblkError::at(Step::Open, &path))?.into()));
+        disk.turn = None;
         Ok((disk, info))
     }
 
@@ -334,9 +338,16 @@ impl Ublk {
         self.threads.drain(..).for_each(|thread| drop(thread.join()));
         self.waiting.close();
         self.waiting_threads.drain(..).for_each(|thread| drop(thread.join()));
+        // Once the character device is closed, the device looks like a dead server's to whoever cleans up, and if he removed it, the
+        // number could be another's by the time it is deleted here.
+        if self.turn.is_none() {
+            self.turn = Some(take_turn()?);
+        }
         self.character = None;
         // From here on the number is not ours: if it is not free yet, it will be when its last user closes it, and then another device's.
-        control.delete(self.number, DELETED_WITHIN).map_err(UblkError::at(Step::Delete, &self.path))?;
+        let deleted = control.delete(self.number, DELETED_WITHIN);
+        self.turn = None;
+        deleted.map_err(UblkError::at(Step::Delete, &self.path))?;
         self.removed = true;
         Ok(())
     }
