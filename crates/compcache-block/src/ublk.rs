@@ -54,7 +54,8 @@ mod uapi;
 mod waiting;
 
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
+use std::io;
 use std::num::{NonZeroU16, NonZeroUsize};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -63,6 +64,8 @@ use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
+
+use rustix::io::Errno;
 
 pub use abilities::{Abilities, probe};
 pub use clean::{Cleaned, clean};
@@ -92,6 +95,11 @@ const DELETED_WITHIN: Duration = Duration::from_secs(2);
 
 /// By this, in the upper half of the server's own word of a device, ours are known. It is "cmpc".
 const MARK: u64 = (u32::from_be_bytes(*b"cmpc") as u64) << 32;
+
+/// The PID namespace that the kernel begins with, as /proc names it (its `PROC_PID_INIT_INO`).
+const FIRST_PIDS: &str = "pid:[4026531836]";
+/// Where it names ours.
+const OUR_PIDS: &str = "/proc/self/ns/pid";
 
 /// How to serve a disk.
 #[derive(Clone, Debug)]
@@ -159,7 +167,7 @@ impl Ublk {
         let params = params(&*disk.device, options.request_bytes.clamp(BLOCK_BYTES, REQUEST_BYTES_MAX));
         let control = disk.control.get_mut().unwrap_or_else(PoisonError::into_inner);
         control.set_params(disk.number, params).map_err(UblkError::at(Step::Describe, &disk.path))?;
-        control.start(disk.number).map_err(UblkError::at(Step::Start, &disk.path))?;
+        control.start(disk.number).map_err(|error| not_started(error, fs::read_link(OUR_PIDS).ok(), &disk.path))?;
         disk.started = true;
         Ok(disk)
     }
@@ -397,10 +405,38 @@ fn params(device: &dyn BlockDevice, request_bytes: usize) -> Params {
     }
 }
 
+/// Why it was not started. The driver holds the process id that the server says against the one it sees, and many kernels have it see
+/// that of the first namespace.
+fn not_started(error: io::Error, namespace: Option<PathBuf>, path: &Path) -> UblkError {
+    let is_other = error.raw_os_error() == Some(Errno::INVAL.raw_os_error());
+    if is_other && namespace.is_some_and(|namespace| namespace != Path::new(FIRST_PIDS)) {
+        return UblkError::PidNamespace;
+    }
+    UblkError::at(Step::Start, path)(error)
+}
+
 fn block_node(number: u32) -> Node {
     Node::new(format!("ublkb{number}"))
 }
 
 fn character_path(number: u32) -> PathBuf {
     PathBuf::from(format!("/dev/ublkc{number}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_is_not_started_in_a_pid_namespace_of_its_own_says_so() {
+        let of = |errno: Errno, namespace: Option<&str>| {
+            not_started(errno.into(), namespace.map(PathBuf::from), Path::new("/dev/ublkb0"))
+        };
+        assert!(matches!(of(Errno::INVAL, Some("pid:[4026532177]")), UblkError::PidNamespace));
+        for (errno, namespace) in
+            [(Errno::INVAL, Some(FIRST_PIDS)), (Errno::INVAL, None), (Errno::NOMEM, Some("pid:[4026532177]"))]
+        {
+            assert!(matches!(of(errno, namespace), UblkError::Step { step: Step::Start, .. }), "{errno} {namespace:?}");
+        }
+    }
 }

@@ -35,6 +35,12 @@ pub enum UblkError {
         /// The version that can.
         since: &'static str,
     },
+    /// The kernel's driver takes the server for another process, since it runs in a PID namespace of its own. What was set up is undone.
+    #[error(
+        "this kernel's ublk does not work in a PID namespace of its own, as containers have: serve the disk from outside, or over \
+         another transport"
+    )]
+    PidNamespace,
     /// A step on the way failed. What the steps before it had set up is undone.
     #[error("{}: it was not possible to {step}: {source}", path.display())]
     Step {
