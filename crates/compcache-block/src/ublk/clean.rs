@@ -51,10 +51,12 @@ pub fn clean() -> Result<Cleaned, UblkError> {
     // Whoever adds a device has it open before the turn is over: it cannot be taken for a dead one.
     let _turn = take_turn()?;
     let mut control = Control::open()?;
+    // One for all: of a server that is alive, but in a PID namespace that cannot be seen from here, each device would be waited for.
+    let give_up = Instant::now() + LET_GO_WITHIN;
     for number in numbers().map_err(UblkError::at(Step::Look, Path::new(LIST)))? {
         // Gone meanwhile, or somebody else's.
         let Some(pid) = control.info(number).ok().and_then(|info| server_of(info.ublksrv_flags)) else { continue };
-        match remove(&mut control, number, pid) {
+        match remove(&mut control, number, pid, give_up) {
             Ok(true) => cleaned.removed.push(block_node(number).path()),
             Ok(false) => {}
             Err(error) => cleaned.left.push((block_node(number).path(), error)),
@@ -87,17 +89,15 @@ fn server_of(word: u64) -> Option<u32> {
     (word & !u64::from(u32::MAX) == MARK).then_some(word as u32)
 }
 
-/// Whether nobody serves the device.
-fn is_dead(number: u32, pid: u32) -> Result<bool, UblkError> {
-    let path = character_path(number);
+/// Whether nobody serves the device that is at `path`, as far as is seen by `give_up`.
+fn is_dead<F>(path: &Path, pid: u32, give_up: Instant, open: fn(&Path) -> io::Result<F>) -> Result<bool, UblkError> {
     let process = PathBuf::from(format!("/proc/{pid}"));
-    let give_up = Instant::now() + LET_GO_WITHIN;
     loop {
-        match OpenOptions::new().read(true).write(true).open(&path) {
+        match open(path) {
             Ok(_) => return Ok(true),
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),
             Err(error) if error.kind() != ErrorKind::ResourceBusy => {
-                return Err(UblkError::at(Step::Open, &path)(error));
+                return Err(UblkError::at(Step::Open, path)(error));
             }
             Err(_) if process.exists() || Instant::now() > give_up => return Ok(false),
             Err(_) => thread::sleep(PAUSE),
@@ -106,8 +106,9 @@ fn is_dead(number: u32, pid: u32) -> Result<bool, UblkError> {
 }
 
 /// Removes a device of ours if its server is dead; whether it is.
-fn remove(control: &mut Control, number: u32, pid: u32) -> Result<bool, UblkError> {
-    if !is_dead(number, pid)? {
+fn remove(control: &mut Control, number: u32, pid: u32, give_up: Instant) -> Result<bool, UblkError> {
+    let open = |path: &Path| OpenOptions::new().read(true).write(true).open(path);
+    if !is_dead(&character_path(number), pid, give_up, open)? {
         return Ok(false);
     }
     let node = block_node(number);
@@ -133,6 +134,20 @@ mod tests {
         for other in [0, 1234, u64::MAX, MARK >> 1] {
             assert_eq!(server_of(other), None, "{other:#x}");
         }
+    }
+
+    #[test]
+    fn devices_of_servers_that_cannot_be_seen_are_waited_for_once_all_together() {
+        const NOBODY: u32 = u32::MAX;
+        let busy = |_: &Path| Err::<(), _>(ErrorKind::ResourceBusy.into());
+        let (begun, patience) = (Instant::now(), Duration::from_millis(200));
+        let dead = (0..10).map(|number| is_dead(&character_path(number), NOBODY, begun + patience, busy).unwrap());
+        assert_eq!(dead.filter(|is_dead| *is_dead).count(), 0);
+        assert!((patience..5 * patience).contains(&begun.elapsed()), "it took {:?}", begun.elapsed());
+        // Whose process is there is not waited for at all.
+        let begun = Instant::now();
+        assert!(!is_dead(&character_path(0), std::process::id(), begun + 100 * patience, busy).unwrap());
+        assert!(begun.elapsed() < 10 * patience);
     }
 
     #[test]
