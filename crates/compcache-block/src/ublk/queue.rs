@@ -140,8 +140,7 @@ impl Queue {
         while self.live > 0 {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => self.answered_bytes = 0,
-                Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
-                Err(error) if error.kind() == ErrorKind::ResourceBusy => {}
+                Err(error) if goes_by(&error) => {}
                 // The ring is of no use any more. When the thread ends, the driver fails what it was to serve.
                 Err(_) => return,
             }
@@ -205,7 +204,7 @@ impl Queue {
         self.answered_bytes = 0;
         match self.ring.submit() {
             // What is left there is handed over next time.
-            Err(error) if error.kind() == ErrorKind::Interrupted || error.kind() == ErrorKind::ResourceBusy => Ok(()),
+            Err(error) if goes_by(&error) => Ok(()),
             other => other.map(drop),
         }
     }
@@ -223,6 +222,12 @@ impl Queue {
     }
 }
 
+/// Whether io_uring_enter(2) has only not taken all it was given: a signal came, there is no memory for a request at the moment, or answers
+/// have to be looked at first.
+fn goes_by(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock | ErrorKind::ResourceBusy)
+}
+
 fn command(shared: &Shared, command: u32, tag: u16, result: i32) -> Entry {
     let argument = IoCmd { q_id: shared.index, tag, result, addr: 0 };
     let entry = opcode::UringCmd16::new(Fd(shared.device.as_raw_fd()), command).cmd(argument.to_bytes()).build();
@@ -232,4 +237,16 @@ fn command(shared: &Shared, command: u32, tag: u16, result: i32) -> Entry {
 /// Completes once, when there is something in `done`.
 fn poll(shared: &Shared) -> Entry {
     opcode::PollAdd::new(Fd(shared.wake.as_raw_fd()), POLLIN).build().user_data(WOKEN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_queue_outlives_what_goes_by_and_nothing_else() {
+        let goes_by = |errno: Errno| goes_by(&errno.into());
+        assert!([Errno::INTR, Errno::AGAIN, Errno::BUSY].into_iter().all(goes_by));
+        assert!(![Errno::FAULT, Errno::BADF, Errno::INVAL, Errno::NXIO].into_iter().any(goes_by));
+    }
 }
