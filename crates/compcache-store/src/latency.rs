@@ -3,12 +3,15 @@
 //! Log-linear: every power of two is cut into eight buckets, so a percentile is within 1/16 of the truth from a nanosecond
 //! to four seconds, in 232 counters. Example: 1100 ns falls into 1024..1152 and is reported as 1088.
 //!
-//! Counters are atomics added to without ordering; a snapshot taken while others record may miss the last few.
+//! An operation is counted last, so a snapshot that counts it has its bounds; one taken while others record may miss the last few.
 //!
 //! # Source
 //! The bucket layout of HdrHistogram (Gil Tene), cut to what a pool needs.
 
-use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use core::sync::atomic::{
+    AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+};
 
 const SUB_BITS: u32 = 3;
 const SUB: usize = 1 << SUB_BITS;
@@ -47,7 +50,6 @@ impl Histogram {
     /// Records one operation that took `ns`.
     #[inline]
     pub fn record(&self, ns: u64) {
-        self.buckets[bucket_of(ns)].fetch_add(1, Relaxed);
         self.sum_ns.fetch_add(ns, Relaxed);
         if !ns > self.below_longest_ns.load(Relaxed) {
             self.below_longest_ns.fetch_max(!ns, Relaxed);
@@ -55,6 +57,8 @@ impl Histogram {
         if ns > self.max_ns.load(Relaxed) {
             self.max_ns.fetch_max(ns, Relaxed);
         }
+        // Whoever sees this sees the above.
+        self.buckets[bucket_of(ns)].fetch_add(1, Release);
     }
 }
 
@@ -97,7 +101,7 @@ pub(crate) fn snapshot<'h>(shards: impl Iterator<Item = &'h Histogram>) -> Laten
     let mut taken = LatencySnapshot { min_ns: u64::MAX, ..LatencySnapshot::default() };
     for shard in shards {
         for (total, bucket) in buckets.iter_mut().zip(&shard.buckets) {
-            *total += bucket.load(Relaxed);
+            *total += bucket.load(Acquire);
         }
         taken.sum_ns = taken.sum_ns.wrapping_add(shard.sum_ns.load(Relaxed));
         taken.min_ns = taken.min_ns.min(!shard.below_longest_ns.load(Relaxed));
@@ -107,7 +111,10 @@ pub(crate) fn snapshot<'h>(shards: impl Iterator<Item = &'h Histogram>) -> Laten
     if taken.count == 0 {
         return LatencySnapshot::default();
     }
-    taken.average_ns = taken.sum_ns / taken.count;
+    // Not `clamp`, which ends the process if a bound is missing: no statistic is worth that.
+    let within = |ns: u64| ns.max(taken.min_ns).min(taken.max_ns);
+    // The sum may have operations that are not counted yet.
+    let average_ns = within(taken.sum_ns / taken.count);
     let at = |share_of_100: u64| {
         let rank = (taken.count * share_of_100).div_ceil(100);
         let mut seen = 0;
@@ -115,10 +122,9 @@ pub(crate) fn snapshot<'h>(shards: impl Iterator<Item = &'h Histogram>) -> Laten
             seen += n;
             seen >= rank
         });
-        value_of(bucket.unwrap_or(BUCKETS - 1)).clamp(taken.min_ns, taken.max_ns)
+        within(value_of(bucket.unwrap_or(BUCKETS - 1)))
     };
-    (taken.p50_ns, taken.p99_ns) = (at(50), at(99));
-    taken
+    LatencySnapshot { average_ns, p50_ns: at(50), p99_ns: at(99), ..taken }
 }
 
 #[cfg(test)]
@@ -148,6 +154,26 @@ mod tests {
         assert_eq!((seen.count, seen.min_ns, seen.max_ns, seen.sum_ns), (100, 1000, 100_000, 5_050_000));
         assert_eq!(seen.average_ns, 50_500);
         assert!(seen.p50_ns.abs_diff(50_000) < 3200 && seen.p99_ns.abs_diff(99_000) < 6200, "{seen:?}");
+    }
+
+    #[test]
+    fn an_operation_without_its_bounds_is_no_reason_to_end() {
+        let histogram = histogram();
+        histogram.buckets[bucket_of(1000)].fetch_add(1, Relaxed);
+        assert_eq!(snapshot([&histogram].into_iter()).count, 1);
+    }
+
+    #[test]
+    fn what_is_counted_while_others_record_has_its_bounds() {
+        for ns in 1..2000u64 {
+            let histogram = histogram();
+            std::thread::scope(|scope| {
+                scope.spawn(|| histogram.record(ns));
+                let seen = snapshot([&histogram].into_iter());
+                let bounds = (seen.min_ns, seen.max_ns, seen.average_ns);
+                assert!(seen.count == 0 || bounds == (ns, ns, ns), "{seen:?} of {ns}");
+            });
+        }
     }
 
     #[test]
