@@ -46,8 +46,11 @@ pub struct Disk {
     reserve_only: AtomicBool,
     /// A write waited for the reserve in vain, and none has succeeded since: others need not wait.
     exhausted: AtomicBool,
-    /// Refusals by the pool of which no client hears, since others leave for the backing and the write is made again.
+    /// Refusals by the pool of which no client hears, since the write is made again: when others have left for the backing, or
+    /// the reserve is refilled.
     not_told: AtomicU64,
+    /// Pages that waited for the reserve for some time, and were taken.
+    late_writes: AtomicU64,
 }
 
 impl Disk {
@@ -70,6 +73,7 @@ impl Disk {
             reserve_only: AtomicBool::new(false),
             exhausted: AtomicBool::new(false),
             not_told: AtomicU64::new(0),
+            late_writes: AtomicU64::new(0),
         })
     }
 
@@ -94,6 +98,12 @@ impl Disk {
             failed_writes: pool.failed_writes.saturating_sub(not_told),
             ..pool
         }
+    }
+
+    /// Of the pages that were taken, those that had waited for the reserve for 8 ms or longer: where they are many, the system gives
+    /// hardly any memory.
+    pub fn late_writes(&self) -> u64 {
+        self.late_writes.load(Relaxed)
     }
 
     /// Changes the size while the disk is in use. What lies beyond a new, smaller end is discarded, and reads as zeroes if

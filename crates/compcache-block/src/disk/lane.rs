@@ -23,6 +23,8 @@ const RUN: usize = SEGMENT_BLOCKS as usize;
 /// How often, and for how long, a write waits for the reserve.
 const REFILL_WAITS: u32 = 125;
 const REFILL_WAIT: Duration = Duration::from_millis(2);
+/// A page that waited so often before it was taken was taken late.
+const LATE_WAITS: u32 = 4;
 /// How long a write waits while another thread has pages leave for the backing, before it looks again.
 const RECLAIM_WAIT: Duration = Duration::from_millis(1);
 /// How often, and how long between, a write looks whether something has left, when this thread found nothing that could: what
@@ -67,9 +69,17 @@ impl Disk {
         manner: Manner,
     ) -> Result<Outcome, DeviceError> {
         let (mut done, mut waits, mut idle) = (0, 0, 0);
+        // What the page at `done` has waited.
+        let mut page_waits = 0;
+        let taken = |page_waits: &mut u32| {
+            if std::mem::take(page_waits) >= LATE_WAITS {
+                self.late_writes.fetch_add(1, Relaxed);
+            }
+        };
         loop {
             match self.pool.write_run(worker, PageIndex(first + done as u64), &pages[done..]) {
                 Ok(()) => {
+                    taken(&mut page_waits);
                     if self.exhausted.load(Relaxed) {
                         self.exhausted.store(false, Relaxed);
                     }
@@ -93,10 +103,15 @@ impl Disk {
                 Err(RunFailed { done: more, error: StoreError::MemoryRefused { .. } })
                     if self.reserve_only.load(Relaxed) && !self.exhausted.load(Relaxed) =>
                 {
+                    self.not_told.fetch_add(1, Relaxed);
                     if !manner.may_wait {
                         return Ok(Outcome::MustWait);
                     }
+                    if more > 0 {
+                        taken(&mut page_waits);
+                    }
                     done += more;
+                    page_waits += 1;
                     waits += 1;
                     self.exhausted.store(waits > REFILL_WAITS, Relaxed);
                     thread::sleep(REFILL_WAIT);
@@ -208,8 +223,8 @@ impl DiskLane {
         &mut self,
         request: Request,
         blocks: Range<u64>,
-        mut change: impl FnMut(&Disk, &mut Worker, Range<u64>) -> Result<Outcome, DeviceError>,
         manner: Manner,
+        mut change: impl FnMut(&Disk, &mut Worker, Range<u64>) -> Result<Outcome, DeviceError>,
     ) -> Result<Outcome, DeviceError> {
         let mut next = blocks.start;
         while next < blocks.end {

@@ -313,9 +313,11 @@ fn who_waits_for_the_reserve_is_one_that_may_wait() {
         });
         assert_eq!(write(waits, WAITING), DONE);
     });
+    assert_eq!((disk.stats().failed_writes, disk.late_writes()), (0, 1), "it was taken in the end");
     // Nobody refills it: one write finds that out for all.
     let refused = (waits..16 << 10).find_map(|at| write(at, WAITING).err()).expect("there is no end to the reserve");
     assert_eq!(refused.errno(), 12);
+    assert_eq!((disk.stats().failed_writes, disk.late_writes()), (1, 1), "it is one, however often it was tried");
     assert_eq!(write(waits + 4000, Manner::AT_ONCE), Err(refused));
 }
 

@@ -10,7 +10,7 @@
 //!
 //! | sign                                                             | else                                         |
 //! |------------------------------------------------------------------|----------------------------------------------|
-//! | disks for swap refused more writes than they took pages, or whoever fills the reserve got no memory all the time | there is room yet: slow, but it goes on |
+//! | disks for swap refused more writes, or took pages late, than they took at once, or whoever fills the reserve got no memory all the time | there is room yet: slow, but it goes on |
 //! | hardly any memory is available                                   | only a memory cgroup is short, or a limit is |
 //! | nobody got anything done for much of the time (PSI, `full`)      | whoever waits holds up nobody else           |
 //!
@@ -50,11 +50,14 @@ impl SwapDisks {
         disks.push(Arc::downgrade(disk));
     }
 
-    /// Pages taken and writes refused so far, by those that are there.
+    /// Pages taken and writes refused so far, by those that are there. A page that was taken after it had waited for memory for some
+    /// time counts as refused: where most do, it is as good as none.
     fn taken_and_refused(&self) -> (u64, u64) {
         let disks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let stats = disks.iter().filter_map(Weak::upgrade).map(|disk| disk.stats());
-        stats.fold((0, 0), |sum, stats| (sum.0 + stats.num_writes, sum.1 + stats.failed_writes))
+        disks.iter().filter_map(Weak::upgrade).fold((0, 0), |(taken, refused), disk| {
+            let (late, stats) = (disk.late_writes(), disk.stats());
+            (taken + stats.num_writes.saturating_sub(late), refused + stats.failed_writes + late)
+        })
     }
 }
 
