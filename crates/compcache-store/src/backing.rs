@@ -30,7 +30,7 @@
 //! about 2.1 are touched, and 16 bytes a segment). A second flight takes memory only where a second thread flies.
 //!
 //! # Lock order
-//! The flight (held while the medium works), cleaning, the plan, the registry of pools (these two not then), slots, the arena's;
+//! The flight (held while the medium works), cleaning, the plan, the registry of pools (these two not then), the settling of one, slots, the arena's;
 //! the segments, the day's writes and the health last: leaves, held for tens of nanoseconds, or a nanosecond a segment when
 //! one is chosen.
 //!
@@ -54,7 +54,7 @@ use core::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 
 pub use daily::DailyWrites;
 pub use file::FileMedium;
-pub(crate) use flight::Flown;
+pub(crate) use flight::{FLIGHTS, Flown};
 pub(crate) use gather::Wanted;
 pub use medium::{Medium, MediumError};
 
@@ -167,7 +167,7 @@ pub struct Backing {
     above_percent: AtomicU8,
     /// Held for a whole flight, by one that cleans.
     cleaning: Mutex<()>,
-    flights: [Mutex<Flight>; 2],
+    flights: [Mutex<Flight>; FLIGHTS],
 }
 
 impl Backing {
@@ -207,7 +207,7 @@ impl Backing {
             plan: Mutex::new(Plan::new()),
             above_percent: AtomicU8::new(ABOVE_PERCENT),
             cleaning: Mutex::new(()),
-            flights: [Mutex::new(Flight::new(segment_bytes)?), Mutex::new(Flight::new(segment_bytes)?)],
+            flights: [Mutex::new(Flight::new(0, segment_bytes)?), Mutex::new(Flight::new(1, segment_bytes)?)],
         }))
     }
 

@@ -75,8 +75,8 @@ impl Registry {
     }
 
     /// The pool of that serial number.
-    pub fn pool(&self, serial: u64) -> Option<&PoolCore> {
-        self.pools.iter().find(|pool| pool.serial() == serial).map(|pool| &**pool)
+    pub fn pool(&self, serial: u64) -> Option<&Arc<PoolCore>> {
+        self.pools.iter().find(|pool| pool.serial() == serial)
     }
 
     /// A pool with that serial number, as far as the list of a segment keeps it.

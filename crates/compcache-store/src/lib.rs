@@ -34,7 +34,7 @@
 //!
 //! # Lock order
 //! 0. a flight of a backing, its cleaning (both while its medium is written to; nobody waits for them), its plan (while it gathers)
-//! 1. the registry of pools (one step of compaction or of a flight; making and dropping pools)
+//! 1. the registry of pools (one step of compaction or of a flight; making and dropping pools), then the settling of one
 //! 2. slots, by page index when two are held
 //! 3. the growth of tables (takes slots only by trying); what is set aside for groups, then a group of pages
 //! 4. a size class, then the source of spans; the table of groups

@@ -38,11 +38,12 @@ pub use write::Written;
 pub(crate) use write::form;
 
 use crate::arena::Arena;
-use crate::backing::{Backing, Health, record::record_bytes};
+use crate::backing::{Backing, FLIGHTS, Health, record::record_bytes};
 use crate::codec::Codec;
 use crate::config::PoolConfig;
 use crate::error::StoreError;
 use crate::latency::Latency;
+use crate::lock::Mutex;
 use crate::page::{PAGE_SIZE, PageIndex};
 use crate::slot::{self, Member, Slot};
 use crate::stats::{Counters, Footprint, PoolStats};
@@ -69,6 +70,8 @@ pub(crate) struct PoolCore {
     pub backing: Option<Arc<Backing>>,
     /// Pages were taken one by one, so that there may be leaves to free.
     emptied: AtomicBool,
+    /// Each is held by a flight of the backing while it changes slots of this pool, which does not end meanwhile.
+    pub settling: [Mutex<()>; FLIGHTS],
 }
 
 impl PoolCore {
@@ -166,6 +169,7 @@ impl Pool {
             disk_bytes: AtomicU64::new(0),
             backing,
             emptied: AtomicBool::new(false),
+            settling: [const { Mutex::new(()) }; FLIGHTS],
         };
         Pool { core: Arc::new(core), store }
     }
@@ -262,8 +266,10 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        // Compaction holds the registry while it works on a pool; after this it does not know this one any more.
+        // Compaction holds the registry while it works on a pool, and a flight as long as it gathers; after this they do not know this one
+        // any more. One that settles has found it there, and is waited for.
         self.store.registry.lock().remove(&self.core);
+        self.core.settling.iter().for_each(|settling| drop(settling.lock()));
         self.core.tree.let_go();
         self.discard_range(PageIndex(0), PageIndex::LIMIT);
         self.core.tree.dismantle(&self.store.tables);

@@ -9,10 +9,10 @@
 //! | seal      | from the copies into the image of the segment                | none                            |
 //! | count     | what is about to be written counts for the day               | the day's writes                |
 //! | write     | one call of the medium                                       | none                            |
-//! | settle    | each slot that still holds the same object says where it is  | registry, a slot                |
+//! | settle    | each slot that still holds the same object says where it is  | the settling of the pool, a slot |
 //!
 //! All of it is under the lock of the flight, of which there are two: while one waits for the medium, another thread makes the next
-//! ready. Only one of them cleans, and they gather one after the other. Until it is settled a page is where it was, and can be read, written and discarded;
+//! ready. Only one of them cleans, and they gather one after the other; while one settles the other can gather, or settle as well. Until it is settled a page is where it was, and can be read, written and discarded;
 //! what changed meanwhile is compared byte for byte with its copy, and if it differs the record is dead. So there is nothing
 //! to undo when the write fails.
 //!
@@ -58,8 +58,13 @@ pub(crate) struct Flown {
     pub is_busy: bool,
 }
 
+/// How many there can be at a time.
+pub(crate) const FLIGHTS: usize = 2;
+
 /// The segment being filled.
 pub(super) struct Flight {
+    /// Which of the flights of its backing this is.
+    nth: usize,
     copies: Buffer,
     pub(super) image: Buffer,
     copied: usize,
@@ -117,9 +122,9 @@ impl Head {
 }
 
 impl Flight {
-    pub fn new(segment_bytes: usize) -> Result<Flight, StoreError> {
+    pub fn new(nth: usize, segment_bytes: usize) -> Result<Flight, StoreError> {
         let (copies, image) = (Buffer::new(COPIES_FACTOR * segment_bytes)?, Buffer::new(segment_bytes)?);
-        Ok(Flight { copies, image, copied: 0, records: 0, end: 0 })
+        Ok(Flight { nth, copies, image, copied: 0, records: 0, end: 0 })
     }
 
     pub fn memory_ranges(&self) -> [(usize, usize); 2] {
@@ -310,21 +315,28 @@ impl Backing {
     /// Has the slots say where their objects are now, those that hold them still.
     fn settle(&self, store: &Store, worker: &mut Worker, flight: &Flight, begun: Begun) -> Flown {
         let mut flown = Flown::default();
-        let registry = store.registry.lock();
-        for (head, object, within) in Flight::each(&flight.copies, flight.records) {
-            let place = Place::new(begun.segment, self.segment_bytes, within);
-            let sealed = Sealed::new(begun.flight, place, head.length, head.codec);
-            let pool = registry.pool(head.pool);
-            let freed = pool.and_then(|pool| settle_one(store, pool, worker, head, object, sealed));
-            match (freed, head.from) {
-                (Some(freed), From::Memory) => {
-                    flown.pages += 1;
-                    flown.freed_bytes += freed;
-                    let written = &pool.expect("its slot was changed").counters.shard(worker.number).bd_writes;
-                    written.fetch_add(1, Relaxed);
+        let mut records = Flight::each(&flight.copies, flight.records).peekable();
+        while let Some(serial) = records.peek().map(|(head, ..)| head.pool) {
+            let registry = store.registry.lock();
+            let pool = registry.pool(serial).cloned();
+            // As long as this is held the pool is there, though it may have been taken out of the registry.
+            let _settling = pool.as_ref().map(|pool| pool.settling[flight.nth].lock());
+            drop(registry);
+            while let Some((head, object, within)) = records.next_if(|(head, ..)| head.pool == serial) {
+                let place = Place::new(begun.segment, self.segment_bytes, within);
+                let sealed = Sealed::new(begun.flight, place, head.length, head.codec);
+                let pool = pool.as_deref();
+                let freed = pool.and_then(|pool| settle_one(store, pool, worker, head, object, sealed));
+                match (freed, head.from) {
+                    (Some(freed), From::Memory) => {
+                        flown.pages += 1;
+                        flown.freed_bytes += freed;
+                        let written = &pool.expect("its slot was changed").counters.shard(worker.number).bd_writes;
+                        written.fetch_add(1, Relaxed);
+                    }
+                    (Some(_), From::Record { .. }) => flown.moved += 1,
+                    (None, _) => self.free(sealed),
                 }
-                (Some(_), From::Record { .. }) => flown.moved += 1,
-                (None, _) => self.free(sealed),
             }
         }
         self.segments.lock().settled(begun);

@@ -298,7 +298,7 @@ mod tests {
             let wanted = Wanted { wants: &|_| true, leaving, at_leisure: false, oldest_of_all: false };
             // None of these is written, so that all are there still; and the small one leaves the pass in its middle.
             for segment_bytes in [1 << 20, 32 << 10, 1 << 20, 64 << 10, 8 << 10, 1 << 20] {
-                let mut flight = Flight::new(segment_bytes).unwrap();
+                let mut flight = Flight::new(0, segment_bytes).unwrap();
                 backing.gather(&store, &mut worker, &mut flight, &wanted);
                 let is_whole = segment_bytes == 1 << 20;
                 assert!(!is_whole || flight.records() as u64 == count, "{leaving:?}: {} of {count}", flight.records());
