@@ -1,7 +1,9 @@
 //! The kernel's table of mounts (`/proc/self/mountinfo`), read by all of us in the same way.
 //!
-//!     36 35 98:0 /sub /mnt/a\040b rw,noatime master:1 - ext3 /dev/root rw,errors=continue
-//!     id parent device root place options tags - kind source super-options
+//! ```text
+//! 36 35 98:0 /sub /mnt/a\040b rw,noatime master:1 - ext3 /dev/root rw,errors=continue
+//! id parent device root place options tags - kind source super-options
+//! ```
 //!
 //! It is bytes: names of directories need not be text, and one that is none, anywhere on the machine, must not cost us the
 //! whole table.
