@@ -2,7 +2,7 @@
 //!
 //! | signal                  | sent by                             | where the end is refused                    |
 //! |-------------------------|-------------------------------------|---------------------------------------------|
-//! | SIGTERM                 | a service manager, once; `kill`     | tried again each second, until it succeeds  |
+//! | SIGTERM                 | a service manager, once; `kill`     | tried again after a second, until it succeeds |
 //! | SIGINT, SIGQUIT, SIGHUP | a terminal: its keys, and its end   | it is said, and that is all                 |
 //!
 //! A service manager stops what uses a server at the same time as the server, and asks nobody twice: after a while it kills. Who
@@ -11,7 +11,7 @@
 //! A signal that was ignored when we were started (`nohup`, a job in the background of a script) stays ignored.
 
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -24,6 +24,8 @@ use signal_hook::iterator::exfiltrator::SignalOnly;
 use crate::run::{say, was_ignored};
 
 const BETWEEN_TRIES: Duration = Duration::from_secs(1);
+/// Who tries holds up what else is asked: no longer than one part of so many.
+const TRIES_SHARE: u32 = 10;
 
 /// What asks us to end. From when it is made such a signal does not end us by itself.
 pub struct EndSignals {
@@ -50,9 +52,9 @@ impl EndSignals {
     /// Has `end` try whenever a signal asks, and says why it could not, each time that it is asked or the reason is
     /// another. Returns when it could, or `false` when the handle was closed.
     pub fn wait_until(&mut self, mut end: impl FnMut() -> anyhow::Result<()>) -> bool {
-        let (mut insists, mut told) = (false, String::new());
+        let (mut insists, mut told, mut pause) = (false, String::new(), BETWEEN_TRIES);
         loop {
-            let asked = self.wait(insists.then_some(BETWEEN_TRIES));
+            let asked = self.wait(insists.then_some(pause));
             if self.delivery.handle().is_closed() {
                 return false;
             }
@@ -60,7 +62,9 @@ impl EndSignals {
                 continue;
             }
             insists |= asked.contains(&SIGTERM);
+            let begun = Instant::now();
             let Err(error) = end() else { return true };
+            pause = BETWEEN_TRIES.max(begun.elapsed() * TRIES_SHARE);
             let why = format!("{error:#}");
             if asked.is_empty() && why == told {
                 continue;
@@ -73,7 +77,8 @@ impl EndSignals {
 
     /// Sleeps until a signal has come or `longest` has passed. May return earlier.
     fn wait(&mut self, longest: Option<Duration>) -> Vec<i32> {
-        let timeout = longest.map(|longest| Timespec { tv_sec: longest.as_secs() as i64, tv_nsec: 0 });
+        let timeout = longest
+            .map(|longest| Timespec { tv_sec: longest.as_secs() as i64, tv_nsec: longest.subsec_nanos().into() });
         let mut fds = [PollFd::new(self.delivery.get_read(), PollFlags::IN)];
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}

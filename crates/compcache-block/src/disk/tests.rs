@@ -308,7 +308,7 @@ fn who_waits_for_the_reserve_is_one_that_may_wait() {
     assert_eq!(write(waits, Manner::AT_ONCE), Ok(Outcome::MustWait));
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            thread::sleep(Duration::from_millis(20));
+            thread::sleep(Duration::from_millis(100));
             while store.refill().unwrap() {}
         });
         assert_eq!(write(waits, WAITING), DONE);

@@ -266,7 +266,8 @@ impl Backing {
     /// says afterwards that there is room again.
     fn tell_if_full(&self, spare: usize) -> bool {
         let segments = self.segments.lock();
-        let is_full = segments.free() <= spare && !segments.is_any_written_now();
+        let has_none = segments.free() <= spare || segments.is_out_of_flights();
+        let is_full = has_none && !segments.is_any_written_now();
         if is_full {
             self.set_health(Health::Full);
         }
@@ -378,4 +379,30 @@ fn settle_one(
     let age = guard.age();
     pool.replace_aged(store, guard, Slot::OnBacking(sealed), 0, age);
     Some(freed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backing::{BackingConfig, FileMedium};
+    use crate::config::{PoolConfig, StoreConfig};
+    use crate::reclaim::Leaving;
+
+    #[test]
+    fn who_may_not_fly_any_more_is_full_however_much_room_there_is() {
+        let store = Store::new(StoreConfig { reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap();
+        let medium = FileMedium::new(tempfile::tempfile().unwrap().into());
+        let config = BackingConfig { capacity_bytes: 16 << 20, segment_bytes: 64 << 10 };
+        let backing = Backing::new(Box::new(medium), config).unwrap();
+        let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
+        let mut worker = Worker::new(&store, || 0).unwrap();
+        backing.segments.lock().end_after(1);
+        let mut page = [0; 4096];
+        fastrand::Rng::with_seed(3).fill(&mut page);
+        for (index, health) in [(0, Health::Good), (1, Health::Full)] {
+            pool.write(&mut worker, PageIndex(index), &page).unwrap();
+            let done = store.write_back(&mut worker, &pool, Leaving::Oldest).unwrap();
+            assert_eq!((done.pages == 1, done.is_busy, backing.health()), (health == Health::Good, false, health));
+        }
+    }
 }

@@ -31,6 +31,9 @@ impl Pool {
             self.for_each_in_leaf(leaf_first, first, count, |index| {
                 discarded += u64::from(self.discard_one(index, &mut leaf));
             });
+            if self.core.tree.is_kept(leaf_first) {
+                return;
+            }
             let metas = self.core.tree.leaf(&store.tables, leaf_first).map(|leaf| &leaf.meta);
             let is_empty = metas.is_some_and(|metas| metas.iter().all(|meta| meta.load(Relaxed) == 0));
             // Where somebody just looks at one of its pages, compaction looks again.

@@ -237,12 +237,21 @@ impl Tree {
         self.kept_leaves.store(0, Ordering::Relaxed);
     }
 
+    /// Whether the leaf that begins at `first` stays when it is empty.
+    pub fn is_kept(&self, first: PageIndex) -> bool {
+        leaf_of(first) < self.kept_leaves.load(Ordering::Relaxed)
+    }
+
     /// Frees the leaf that begins at `first` if every page of it is absent and nobody is using it just now. Returns the
     /// bytes given back.
     pub fn free_leaf_if_empty(&self, tables: &Tables, first: PageIndex, budget: &Budget) -> u64 {
+        // A pool that serves swap has nothing to do with the growth of tables, which may wait for memory.
+        if self.is_kept(first) {
+            return 0;
+        }
         let mut growth = tables.grow.lock();
-        // Looked at now: who makes those that stay may have held the lock.
-        if leaf_of(first) < self.kept_leaves.load(Ordering::Relaxed) {
+        // Again: who makes those that stay may have held the lock.
+        if self.is_kept(first) {
             return 0;
         }
         let Some(number) = self.find(tables, leaf_of(first)) else { return 0 };

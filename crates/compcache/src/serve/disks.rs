@@ -129,7 +129,7 @@ impl Named {
     /// Why there is no disk of this name.
     fn not_there(&self, name: &str) -> anyhow::Error {
         if self.leaving.contains_key(name) {
-            return anyhow!("disk {name} is being removed, which waits for what it is asked for");
+            return anyhow!("disk {name} is being removed, which takes as long as what it was asked for");
         }
         anyhow!("there is no disk called {name}; `compcache disk list` shows which there are")
     }
@@ -144,6 +144,9 @@ impl Named {
             None => {
                 let kind = if for_swap { "swap" } else { "disk" };
                 Ok((0..).map(|nth| format!("{kind}{nth}")).find(is_free).expect("endless"))
+            }
+            Some(name) if self.leaving.contains_key(name) => {
+                bail!("disk {name} is being removed already, but still there; choose another name")
             }
             Some(name) => Some(checked_name(name)?.to_owned())
                 .filter(is_free)
