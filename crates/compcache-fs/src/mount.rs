@@ -8,8 +8,8 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -182,7 +182,8 @@ impl Mount {
         let limits = fstatvfs(inodes.root()).map_or(StatVfsMountFlags::empty(), |stat| stat.f_flag);
         let limits = limits | options.forbidden.flags();
         let (notices, heard) = channel();
-        let watches = if options.watch { Some(watched(&notices)?) } else { None };
+        let watches = options.watch.then(Watches::new).transpose();
+        let watches = watches.map_err(|error| FsError::Watch { error: error.into() })?.map(Arc::new);
         let cache = Cache::new(options.memory_bytes, options.codec);
         let cache = Arc::new(cache.map_err(|error| FsError::Memory { error })?);
         let (tree, jobs) = Tree::new(Parts {
@@ -191,11 +192,16 @@ impl Mount {
             exclusive: options.exclusive,
             remembered: options.remembered,
             whole_bytes: options.whole_bytes,
-            watches,
+            watches: watches.clone(),
             notices,
             by_rings: compcache_fuse::queues().is_some(),
         });
         let tree = Arc::new(tree);
+        if let Some(watches) = watches {
+            let tree = Arc::downgrade(&tree);
+            let changed = move |changed| tree.upgrade().map(|tree| tree.was_changed(changed)).is_some();
+            watches.start(changed).map_err(|error| FsError::Thread { error })?;
+        }
         let session = connect(&tree, options, &source, &target, limits);
         let session = session.map_err(|error| FsError::Mount { path: target.clone(), error })?;
         // Undone from here on if something fails.
@@ -208,8 +214,7 @@ impl Mount {
             tree.linger.get_or_init(|| Linger::new(connection));
         }
         let notifier = session.notifier();
-        let told = Arc::downgrade(&tree);
-        let tell = move || tell(&heard, &notifier, &inodes, &told);
+        let tell = move || tell(&heard, &notifier, &inodes);
         let started = thread::Builder::new().name("notices".into()).spawn(tell);
         started.map_err(|error| FsError::Thread { error })?;
         start_upkeep(&cache, options.exclusive)?;
@@ -396,19 +401,8 @@ fn start_upkeep(cache: &Arc<Cache<Stamp>>, keeps_written: bool) -> Result<(), Fs
     started.map(drop).map_err(|error| FsError::Thread { error })
 }
 
-/// Watches, whose changes become notices.
-fn watched(notices: &Sender<Notice>) -> Result<Arc<Watches>, FsError> {
-    let watches = Watches::new().map_err(|error| FsError::Watch { error: error.into() })?;
-    let (watches, notices) = (Arc::new(watches), notices.clone());
-    let started = watches.start(move |number| notices.send(Notice::Changed(number)).is_ok());
-    started.map_err(|error| FsError::Thread { error })?;
-    Ok(watches)
-}
-
 /// Tells the kernel what it must hear. Not done by a thread that serves: the kernel may wait for a request meanwhile.
-fn tell(notices: &Receiver<Notice>, notifier: &Notifier, inodes: &Inodes, tree: &Weak<Tree>) {
-    // A file that the kernel does not know any more needs nothing.
-    let outdated = |number| drop(notifier.inval_inode(number, 0, 0));
+fn tell(notices: &Receiver<Notice>, notifier: &Notifier, inodes: &Inodes) {
     // All were in use, it seems: until then, or until there are many more, whoever wants room is not heard.
     let mut rest_until: Option<Instant> = None;
     loop {
@@ -423,14 +417,8 @@ fn tell(notices: &Receiver<Notice>, notifier: &Notifier, inodes: &Inodes, tree: 
             Some(left) => notices.recv_timeout(left),
         };
         match notice {
-            Ok(Notice::Outdated(number)) => outdated(number),
-            Ok(Notice::Changed(number)) => {
-                // First: what it then asks for must not be answered from there.
-                if let Some(tree) = tree.upgrade() {
-                    tree.was_changed(number);
-                }
-                outdated(number);
-            }
+            // A file that the kernel does not know any more needs nothing.
+            Ok(Notice::Outdated(number)) => drop(notifier.inval_inode(number, 0, 0)),
             Ok(Notice::Superfluous((parent, name))) => drop(notifier.inval_entry(parent, &name)),
             Ok(Notice::Crowded) if rest_until.is_none() || inodes.is_crowded() => {
                 inodes.heard();

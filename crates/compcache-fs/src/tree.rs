@@ -101,8 +101,6 @@ pub struct Tree {
 pub enum Notice {
     /// What it keeps of a file is not what the file has.
     Outdated(INodeNo),
-    /// Nor is what we keep: somebody has changed the file, as a watch says.
-    Changed(INodeNo),
     /// It knows too many files.
     Crowded,
     /// It knows a file by too many names; this is one of them.

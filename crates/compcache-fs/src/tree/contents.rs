@@ -18,6 +18,7 @@ use crate::caller::{Caller, as_caller, taking_room, unchecked};
 use crate::handles::{Direct, OpenFile};
 use crate::inodes::Node;
 use crate::stamp::{id_of, look, now, stamp_of};
+use crate::watch::Changed;
 use crate::{lower, sys};
 
 const PAGE: u64 = 4096;
@@ -193,10 +194,11 @@ impl Tree {
 
     /// Somebody has changed a file, behind the mount perhaps. The file may look as it did when we read it: its time is given at the beginning of a write, and
     /// what was read before the end of it may be what was there before.
-    pub fn was_changed(&self, number: INodeNo) {
-        if let Ok(node) = self.inodes.get(number) {
-            self.forget_pages(node.id);
-        }
+    /// The kernel may have forgotten the file by now; what we keep of it stays here.
+    pub fn was_changed(&self, changed: Changed) {
+        // First: what the kernel then asks for must not be answered from there.
+        self.forget_pages(changed.id);
+        self.tell(Notice::Outdated(changed.number));
     }
 
     pub fn close_file(&self, handle: FileHandle) {
@@ -337,8 +339,9 @@ mod tests {
         // Where nobody else changes files, the time is not looked at: as if it were that of the beginning of the write.
         let tree = tree(directory.path(), true);
         fs::write(&path, "what was there before").unwrap();
-        let number = tree.find(INodeNo::ROOT, OsStr::new("f")).unwrap().node.number;
-        let handle = tree.open_file(number, OpenFlags(0)).unwrap().0;
+        let node = tree.find(INodeNo::ROOT, OsStr::new("f")).unwrap().node;
+        let changed = Changed { number: node.number, id: node.id };
+        let handle = tree.open_file(node.number, OpenFlags(0)).unwrap().0;
         let read = || {
             let mut read = Vec::new();
             tree.read_file(handle, 0, 100, &mut read);
@@ -347,7 +350,9 @@ mod tests {
         assert_eq!(read(), "what was there before");
         fs::write(&path, "what was written then").unwrap();
         assert_eq!(read(), "what was there before", "found in the cache");
-        tree.was_changed(number);
+        // As far as we know the kernel knows it no more.
+        tree.inodes.forget(node.number, 1);
+        tree.was_changed(changed);
         assert_eq!(read(), "what was written then");
     }
 
