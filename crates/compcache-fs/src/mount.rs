@@ -7,8 +7,8 @@ use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -419,7 +419,13 @@ fn tell(notices: &Receiver<Notice>, notifier: &Notifier, inodes: &Inodes) {
         match notice {
             // A file that the kernel does not know any more needs nothing.
             Ok(Notice::Outdated(number)) => drop(notifier.inval_inode(number, 0, 0)),
-            Ok(Notice::Superfluous((parent, name))) => drop(notifier.inval_entry(parent, &name)),
+            Ok(Notice::Superfluous(number)) => {
+                // Those that come to be too many meanwhile are told of again, behind what others wait for.
+                let names = inodes.get(number).map(|node| node.names.take_superfluous());
+                for (parent, name) in names.unwrap_or_default() {
+                    let _ = notifier.inval_entry(parent, &name);
+                }
+            }
             Ok(Notice::Crowded) if rest_until.is_none() || inodes.is_crowded() => {
                 inodes.heard();
                 let begun = Instant::now();

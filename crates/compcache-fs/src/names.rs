@@ -6,6 +6,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
+use std::mem;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fuser::INodeNo;
@@ -16,8 +17,15 @@ pub const NAMES_MAX: usize = 32;
 /// A name, and the directory it is in.
 pub type Place = (INodeNo, OsString);
 
+#[derive(Default)]
+struct Known {
+    places: VecDeque<Place>,
+    /// Somebody has been told that there are too many.
+    told: bool,
+}
+
 /// Those of a file; of a directory, none.
-pub struct Names(Option<Mutex<VecDeque<Place>>>);
+pub struct Names(Option<Mutex<Known>>);
 
 impl Names {
     pub fn new(is_directory: bool) -> Names {
@@ -26,32 +34,41 @@ impl Names {
 
     /// The file was found so.
     pub fn add(&self, parent: INodeNo, name: &OsStr) {
-        let Some(mut names) = self.lock() else { return };
-        if !names.iter().any(|known| is(known, parent, name)) {
+        let Some(mut known) = self.lock() else { return };
+        let places = &mut known.places;
+        if !places.iter().any(|place| is(place, parent, name)) {
             // Mostly there is only one.
-            names.reserve_exact(1);
-            names.push_back((parent, name.to_owned()));
+            places.reserve_exact(1);
+            places.push_back((parent, name.to_owned()));
         }
     }
 
     /// It is not called so any more, and the kernel knows.
     pub fn remove(&self, parent: INodeNo, name: &OsStr) {
-        let Some(mut names) = self.lock() else { return };
-        names.retain(|known| !is(known, parent, name));
+        let Some(mut known) = self.lock() else { return };
+        known.places.retain(|place| !is(place, parent, name));
     }
 
-    /// A name that the kernel is to forget now, since there are too many; it is none any more.
-    pub fn superfluous(&self) -> Option<Place> {
-        let mut names = self.lock()?;
-        if names.len() > NAMES_MAX { names.pop_front() } else { None }
+    /// Whether somebody is to be told that there are too many; once, until he has [taken](Names::take_superfluous) them.
+    pub fn is_to_be_told(&self) -> bool {
+        self.lock().is_some_and(|mut known| known.places.len() > NAMES_MAX && !mem::replace(&mut known.told, true))
+    }
+
+    /// The names that the kernel is to forget now, since there are too many; they are none any more. Should it look one up meanwhile, that is
+    /// here again, and it is told to forget it all the same.
+    pub fn take_superfluous(&self) -> Vec<Place> {
+        let Some(mut known) = self.lock() else { return Vec::new() };
+        known.told = false;
+        let superfluous = known.places.len().saturating_sub(NAMES_MAX);
+        known.places.drain(..superfluous).collect()
     }
 
     /// All of them.
     pub fn all(&self) -> Vec<Place> {
-        self.lock().map_or_else(Vec::new, |names| names.iter().cloned().collect())
+        self.lock().map_or_else(Vec::new, |known| known.places.iter().cloned().collect())
     }
 
-    fn lock(&self) -> Option<MutexGuard<'_, VecDeque<Place>>> {
+    fn lock(&self) -> Option<MutexGuard<'_, Known>> {
         Some(self.0.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
@@ -70,11 +87,11 @@ mod tests {
         let name = |number: usize| OsString::from(number.to_string());
         (0..NAMES_MAX).for_each(|number| names.add(INodeNo::ROOT, &name(number)));
         names.add(INodeNo::ROOT, &name(0));
-        assert_eq!((names.all().len(), names.superfluous()), (NAMES_MAX, None));
+        assert_eq!((names.all().len(), names.take_superfluous()), (NAMES_MAX, vec![]));
         names.add(INodeNo(7), &name(0));
-        assert_eq!(names.superfluous(), Some((INodeNo::ROOT, name(0))), "the same name elsewhere is another");
+        assert_eq!(names.take_superfluous(), [(INodeNo::ROOT, name(0))], "the same name elsewhere is another");
         names.remove(INodeNo::ROOT, &name(1));
-        assert_eq!((names.all().len(), names.superfluous()), (NAMES_MAX - 1, None));
+        assert_eq!((names.all().len(), names.take_superfluous()), (NAMES_MAX - 1, vec![]));
         assert!(!names.all().contains(&(INodeNo::ROOT, name(1))));
     }
 
@@ -82,6 +99,23 @@ mod tests {
     fn a_directory_is_never_to_be_forgotten() {
         let names = Names::new(true);
         (0..2 * NAMES_MAX).for_each(|number| names.add(INodeNo::ROOT, OsStr::new(&number.to_string())));
-        assert_eq!((names.all().len(), names.superfluous()), (0, None));
+        assert_eq!((names.all().len(), names.take_superfluous()), (0, vec![]));
+        assert!(!names.is_to_be_told());
+    }
+
+    #[test]
+    fn of_too_many_names_it_is_told_once_until_they_are_taken() {
+        let names = Names::new(false);
+        let look_up_all = || {
+            let names = (0..NAMES_MAX + 5).map(|number| {
+                names.add(INodeNo::ROOT, OsStr::new(&number.to_string()));
+                names.is_to_be_told()
+            });
+            names.filter(|is| *is).count()
+        };
+        assert_eq!([look_up_all(), look_up_all()], [1, 0]);
+        let taken = || names.take_superfluous().len();
+        assert_eq!((taken(), names.all().len()), (5, NAMES_MAX));
+        assert_eq!((look_up_all(), taken()), (1, 5), "those that were taken are new again");
     }
 }

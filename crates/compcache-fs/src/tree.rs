@@ -46,7 +46,6 @@ use crate::caller::Caller;
 use crate::handles::{Handles, OpenDirectory, OpenFile};
 use crate::inodes::Inodes;
 use crate::lower::Lower;
-use crate::names::Place;
 use crate::stamp::Stamp;
 use crate::watch::Watches;
 use ahead::Ahead;
@@ -103,8 +102,8 @@ pub enum Notice {
     Outdated(INodeNo),
     /// It knows too many files.
     Crowded,
-    /// It knows a file by too many names; this is one of them.
-    Superfluous(Place),
+    /// It knows a file by too many names.
+    Superfluous(INodeNo),
 }
 
 /// What a tree is made of.

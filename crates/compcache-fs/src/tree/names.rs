@@ -45,8 +45,8 @@ impl Tree {
 
     pub fn made(&self, place: OwnedFd, parent: &Node, name: &OsStr) -> io::Result<Made> {
         let (node, stat) = self.inodes.give(place, parent.number, name)?;
-        if let Some(place) = node.names.superfluous() {
-            self.tell(Notice::Superfluous(place));
+        if node.names.is_to_be_told() {
+            self.tell(Notice::Superfluous(node.number));
         }
         if self.inodes.is_crowded() {
             self.ask_for_room();
