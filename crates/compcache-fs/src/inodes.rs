@@ -223,7 +223,7 @@ impl Inodes {
         self.tolerated.store(known + self.crowded / 8, Relaxed);
     }
 
-    /// Whether it is to be told that there are too many files; once, until it [is heard](Inodes::heard).
+    /// Whether it is to be told that there are too many files; once, until it [is heard](Inodes::heard) or [ignored](Inodes::ignored).
     pub fn is_to_be_told(&self) -> bool {
         !self.told.swap(true, Relaxed)
     }
@@ -232,6 +232,11 @@ impl Inodes {
     pub fn heard(&self) {
         self.told.store(false, Relaxed);
         self.tolerated.store(0, Relaxed);
+    }
+
+    /// Who was told does nothing about it, and is to be told again.
+    pub fn ignored(&self) {
+        self.told.store(false, Relaxed);
     }
 
     /// The file that was met first of those that are known; it counts as met last from now on.
@@ -376,6 +381,28 @@ mod tests {
         inodes.forget(c, 1);
         assert_eq!([oldest(), oldest(), oldest()], ["a", "b", "a"]);
         assert_eq!(inodes.count(), 2);
+    }
+
+    #[test]
+    fn who_was_ignored_is_told_again_and_heard_when_there_are_many_more() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut inodes = Inodes::new(directory.path()).unwrap();
+        inodes.crowded = 16;
+        let give = |name: usize| {
+            let path = directory.path().join(name.to_string());
+            File::create(&path).unwrap();
+            inodes.give(place(&path), INodeNo::ROOT, path.file_name().unwrap()).unwrap();
+        };
+        (0..16).for_each(give);
+        assert!(inodes.is_crowded() && inodes.is_to_be_told() && !inodes.is_to_be_told());
+        inodes.heard();
+        inodes.tolerate();
+        // Somebody has no descriptor, and is not heard for now.
+        assert!(!inodes.is_crowded() && inodes.is_to_be_told());
+        inodes.ignored();
+        assert!(!inodes.is_crowded(), "so many are tolerated still");
+        (16..19).for_each(give);
+        assert!(inodes.is_crowded() && inodes.is_to_be_told());
     }
 
     #[test]

@@ -434,7 +434,9 @@ fn tell(notices: &Receiver<Notice>, notifier: &Notifier, inodes: &Inodes) {
                     Instant::now() + (begun.elapsed() * REST).min(REST_MAX)
                 });
             }
-            Ok(Notice::Crowded) | Err(RecvTimeoutError::Timeout) => {}
+            // Asked again, he may be heard: there may be many more by then.
+            Ok(Notice::Crowded) => inodes.ignored(),
+            Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }
     }
