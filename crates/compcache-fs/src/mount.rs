@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use compcache_cache::Cache;
-use compcache_fuse::{Linger, Rings, table_of_mounts, uppermost};
+use compcache_fuse::{Linger, Rings, mounts, table_of_mounts, uppermost};
 use compcache_store::Codec;
 use fuser::{BackgroundSession, Config, MountOption, Notifier, Session, SessionACL};
 use rustix::fs::{StatVfsMountFlags, fstatvfs};
@@ -134,19 +134,27 @@ impl MountedAt {
         &self.path
     }
 
-    /// Unmounts it, and nothing else; [`Mount::wait`] then returns.
+    /// Unmounts it, and nothing else; [`Mount::wait`] then returns, unless it is mounted elsewhere, too, or files are open of what was taken out of
+    /// the tree (`umount -l`): with the last of that. If it is not there any more, there is nothing to unmount.
     ///
     /// # Errors
-    /// [`FsError::InUse`], [`FsError::Covered`]: it goes on. [`FsError::Unmount`].
+    /// [`FsError::InUse`], [`FsError::Covered`]: it goes on. [`FsError::Unmount`], also where it cannot be known what is mounted there.
     pub fn unmount(&self) -> Result<(), FsError> {
-        let table = table_of_mounts().unwrap_or_default();
-        match (uppermost(&table, &self.path), &self.device) {
-            // The system call takes whatever lies on top.
-            (Some(seen), Some(device)) if seen.device != device => {
+        // Nobody could say of it which it is.
+        let Some(device) = &self.device else { return unmount(&self.path) };
+        let table = table_of_mounts().map_err(|error| FsError::Unmount { path: self.path.clone(), error })?;
+        if self.is_seen(&table, device)? { unmount(&self.path) } else { Ok(()) }
+    }
+
+    /// Whether it is there, where the system call takes whatever lies on top.
+    fn is_seen(&self, table: &[u8], device: &[u8]) -> Result<bool, FsError> {
+        let is_there = mounts(table).any(|mounted| mounted.device == device && mounted.place() == self.path);
+        match uppermost(table, &self.path) {
+            Some(seen) if is_there && seen.device != device => {
                 let kind = String::from_utf8_lossy(seen.kind).into_owned();
                 Err(FsError::Covered { path: self.path.clone(), kind })
             }
-            _ => unmount(&self.path),
+            _ => Ok(is_there),
         }
     }
 }
@@ -461,6 +469,19 @@ mod tests {
     use compcache_testkit::features::{Feature, requires};
 
     use super::*;
+
+    #[test]
+    fn what_is_mounted_in_a_mounts_place_is_left_alone() {
+        let ours = "90 22 0:50 / /mnt rw - fuse.compcache /srv rw\n";
+        let over = "91 90 0:51 / /mnt rw - tmpfs none rw\n";
+        let other = "92 22 0:52 / /mnt rw - fuse.compcache /srv rw\n";
+        let at = MountedAt { path: "/mnt".into(), device: None };
+        let seen = |table: &[&str]| at.is_seen(table.concat().as_bytes(), b"0:50");
+        assert!(matches!(seen(&[ours]), Ok(true)));
+        assert!(matches!(seen(&[ours, over]), Err(FsError::Covered { .. })));
+        assert!(matches!(seen(&[]), Ok(false)));
+        assert!(matches!(seen(&[other]), Ok(false)), "ours was unmounted, and another mounted");
+    }
 
     #[test]
     fn a_kernel_that_has_io_uring_enabled_no_more_is_served_by_all_threads() {
