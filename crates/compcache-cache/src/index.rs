@@ -141,9 +141,16 @@ impl<S> Files<S> {
         (slots + by_id + self.count() * MAP_BYTES) as u64
     }
 
-    /// Whether there are slots for many more records than there are, and these are something to speak of within this limit.
-    fn is_sparse(&self, limit_bytes: u64) -> bool {
-        self.slots.len() > 4 * self.count() && self.bytes() > limit_bytes / 32
+    /// The same if there was memory for as many as there are and no more. No less than that: the table of identities doubles.
+    pub fn fitted_bytes(&self) -> u64 {
+        let slot = size_of::<Option<CachedFile<S>>>() + size_of::<u32>();
+        let by_id = 2 * (size_of::<(FileId, u32)>() + 1) * 8 / 7;
+        (self.count() * (slot + by_id + MAP_BYTES)) as u64
+    }
+
+    /// Whether they are something to speak of within this limit, and there are slots for so many times as many as there are.
+    fn is_sparse(&self, times: usize, limit_bytes: u64) -> bool {
+        self.slots.len() > times * self.count() && self.bytes() > limit_bytes / 32
     }
 
     /// Moves all records to the first slots, and gives the memory of the others back. `moved` is told each page's place, and the slot its file has now. What is
@@ -198,9 +205,18 @@ impl<S: Copy + PartialEq> Index<S> {
         turns + self.ghost.bytes() + self.miniatures.bytes() + self.written.bytes() + self.files.bytes()
     }
 
-    /// Gives back memory of records that went.
+    /// Gives back memory of records that went, if most did.
     pub fn fit_files(&mut self) {
-        if self.files.is_sparse(self.limit_bytes) {
+        self.fit_files_if(4);
+    }
+
+    /// The same, however few.
+    pub fn give_back_files(&mut self) {
+        self.fit_files_if(1);
+    }
+
+    fn fit_files_if(&mut self, times: usize) {
+        if self.files.is_sparse(times, self.limit_bytes) {
             let queues = &mut self.queues;
             self.files.give_back(|place, slot| queues.moved(place, slot));
         }
@@ -229,7 +245,12 @@ impl<S: Copy + PartialEq> Index<S> {
 
     /// What the charges are kept below: so many sixteenths of the limit, without what the index has of its own.
     pub fn target_bytes(&self, sixteenths: u64) -> u64 {
-        (self.limit_bytes / 16 * sixteenths).saturating_sub(self.fixed_bytes())
+        self.target_bytes_without_files(sixteenths).saturating_sub(self.files.bytes())
+    }
+
+    /// The same if the records of files took nothing.
+    pub fn target_bytes_without_files(&self, sixteenths: u64) -> u64 {
+        (self.limit_bytes / 16 * sixteenths).saturating_sub(self.fixed_bytes() - self.files.bytes())
     }
 
     /// Whether so many pages more would push out none, whatever they compress to.

@@ -555,9 +555,15 @@ impl<S: Copy + PartialEq> Cache<S> {
         index.miniatures = Miniatures::new(ghost_pages(limit_bytes));
         index.written.fit_buffers(WrittenPages::<S>::buffers_wanted(limit_bytes), Vec::new());
         self.fit_store(index);
-        let target = if limit_bytes < LEAST_BYTES { 0 } else { index.target_bytes(15) };
-        self.shrink(index, target, false);
+        // Tables may take more than all of the new limit. So what goes is as many pages as is enough if the tables are given back with them, as they are then.
+        let target = if limit_bytes < LEAST_BYTES { 0 } else { index.target_bytes_without_files(15) };
+        let unused = |index: &Index<S>| index.queues.unused_bytes(index.queues.places_wanted(limit_bytes));
+        self.shrink_to(index, |index| target.saturating_sub(index.files.fitted_bytes() + unused(index)), false);
         self.fit_tables(index);
+        index.give_back_files();
+        index.queues.give_back(0);
+        self.shrink_to(index, |index| index.target_bytes(15).saturating_sub(unused(index)), false);
+        self.fit_store(index);
     }
 
     /// Changes what pages are compressed with from now on.
@@ -660,7 +666,12 @@ impl<S: Copy + PartialEq> Cache<S> {
 
     /// Lets pages go, as many as it takes; in the common way, where a page leaves for each that comes, how they fared in the small queue says something of new ones.
     fn shrink(&self, index: &mut Index<S>, target_bytes: u64, is_common: bool) {
-        while index.charged_bytes > target_bytes {
+        self.shrink_to(index, |_| target_bytes, is_common);
+    }
+
+    /// The same where what they may cost changes as they go.
+    fn shrink_to(&self, index: &mut Index<S>, target_bytes: impl Fn(&Index<S>) -> u64, is_common: bool) {
+        while index.charged_bytes > target_bytes(index) {
             let Some(place) = index.evict(is_common) else { return };
             self.evicted.fetch_add(1, Relaxed);
             self.release(index, place);

@@ -111,6 +111,12 @@ impl Queues {
         (self.places.capacity() * size_of::<Place>() + self.free.capacity() * size_of::<u32>()) as u64
     }
 
+    /// What places without pages take if there are so many places at most: they are in no page's charge.
+    pub fn unused_bytes(&self, places_max: usize) -> u64 {
+        let unused = self.places.len().min(places_max).saturating_sub(self.length());
+        (unused * (size_of::<Place>() + size_of::<u32>())) as u64
+    }
+
     /// How many places are enough within this limit: four times as many as there are pages, but an eighth of it may be for places without pages, and no more than half
     /// is for any.
     pub fn places_wanted(&self, limit_bytes: u64) -> usize {

@@ -503,6 +503,25 @@ fn of_many_small_files_the_last_are_here_and_memory_stays_within_the_limit() {
 }
 
 #[test]
+fn a_limit_below_what_the_records_of_many_small_files_took_leaves_as_many_pages_as_fit() {
+    let (cache, mut worker) = cache(64 << 20);
+    let stamp = stamp_of_version(1);
+    // Zeroes: they take no memory but the tables'.
+    let read = |worker: &mut Worker, file| {
+        let token = cache.begin_read(id(file), stamp, true);
+        cache.put(worker, token, 0, &[[0; 4096]]);
+    };
+    (0..150_000).for_each(|file| read(&mut worker, file));
+    assert!(cache.lock().files.bytes() > 16 << 20, "{:?}", cache.stats());
+    let limit = 16 << 20;
+    cache.set_limit_bytes(limit);
+    cache.compact(&mut worker);
+    let stats = cache.stats();
+    assert!(stats.mem_used_total <= limit, "{stats:?}");
+    assert!(stats.pages_stored > 16_384, "{stats:?}");
+}
+
+#[test]
 fn a_cache_is_an_array_of_pages_or_has_not_the_page() {
     const FILES: u64 = 6;
     const PAGES: u32 = 1200;
