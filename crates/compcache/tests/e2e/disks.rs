@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
@@ -14,9 +14,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
-use rustix::process::{Pid, Signal, kill_process};
 
-use crate::support::{Mounted, PATIENCE, Server, Tree, ask, backing_file, can_mount, compcache, said, scratch};
+use crate::support::{
+    Mounted, PATIENCE, Server, Stopped, Tree, ask, backing_file, can_mount, compcache, said, scratch,
+};
 
 /// What a server says that must not come up; one that does is ended after a while.
 fn refused_server(socket: &Path, arguments: &[&str]) -> Output {
@@ -394,6 +395,16 @@ fn who_has_a_file_open_whose_server_does_not_answer_holds_up_no_disk() {
     drop(open);
 }
 
+/// Whether a thread of it has asked a file system in user space for something, and has no answer yet.
+fn waits_for_a_tree(child: &Child) -> bool {
+    let tasks = fs::read_dir(format!("/proc/{}/task", child.id())).expect("it lives");
+    let wait = |task: io::Result<fs::DirEntry>| fs::read_to_string(task.ok()?.path().join("wchan")).ok();
+    // For the answer itself, or for the page that comes with it.
+    tasks
+        .filter_map(wait)
+        .any(|place| ["request_wait_answer", "fuse_", "folio_wait_bit"].iter().any(|at| place.contains(at)))
+}
+
 #[test]
 fn a_disk_that_waits_for_its_origin_to_be_removed_holds_up_no_other_command() {
     if !can_mount(&[]) || !requires(&[Feature::Program("nbdcopy")]) {
@@ -409,20 +420,28 @@ fn a_disk_that_waits_for_its_origin_to_be_removed_holds_up_no_other_command() {
     let client = Command::new("nbdcopy").args([uri.trim(), "null:"]).stderr(Stdio::null()).spawn();
     let mut client = client.expect("nbdcopy runs");
     // It has connected, and waits for what it reads.
-    thread::sleep(Duration::from_secs(1));
+    let until = Instant::now() + PATIENCE;
+    while !waits_for_a_tree(&server.child) {
+        assert!(Instant::now() < until, "nobody reads from the origin");
+        thread::sleep(Duration::from_millis(10));
+    }
     let in_use = server.asked(&["disk", "rm", "slow"]);
     let (done, hears) = mpsc::channel();
     let (asked, socket) = (mpsc::channel(), server.socket());
     thread::scope(|scope| {
         let socket = &socket;
         scope.spawn(move || _ = done.send(ask(socket, &["disk", "rm", "--force", "slow"])));
-        thread::sleep(Duration::from_millis(500));
         scope.spawn(move || {
+            let until = Instant::now() + PATIENCE;
+            let is_going = || said(&ask(socket, &["show", "slow"])).contains("is being removed");
+            while !is_going() && Instant::now() < until {
+                thread::sleep(Duration::from_millis(10));
+            }
             let create = |name| ask(socket, &["disk", "create", "--name", name, "--size", "1M", "--transport", "nbd"]);
             let commands = [ask(socket, &["list"]), ask(socket, &["show", "slow"]), create("slow"), create("other")];
             _ = asked.0.send(commands);
         });
-        let heard = asked.1.recv_timeout(PATIENCE);
+        let heard = asked.1.recv_timeout(2 * PATIENCE);
         server.signal("-TERM");
         let ends = heard.is_ok().then(|| server.hears("not ending"));
         let early = hears.try_recv();
@@ -438,23 +457,6 @@ fn a_disk_that_waits_for_its_origin_to_be_removed_holds_up_no_other_command() {
     client.kill().and_then(|()| client.wait()).expect("it is our child");
     let (status, text, _) = server.ended();
     assert!(status.success(), "{text}");
-}
-
-/// A process that stands still, until this is dropped.
-struct Stopped(Pid);
-
-impl Stopped {
-    fn of(child: &Child) -> Stopped {
-        let pid = Pid::from_child(child);
-        kill_process(pid, Signal::STOP).expect("it is our child");
-        Stopped(pid)
-    }
-}
-
-impl Drop for Stopped {
-    fn drop(&mut self) {
-        let _ = kill_process(self.0, Signal::CONT);
-    }
 }
 
 #[test]

@@ -121,11 +121,30 @@ fn a_mount_that_refused_a_key_of_the_terminal_goes_on() {
     let mut tree = Tree::mounted(&[]);
     let held = File::create(tree.target().join("f")).unwrap();
     send(libc::SIGINT, &tree.child);
-    thread::sleep(Duration::from_millis(300));
+    assert!(!tree.hears("not ending").contains("again"));
     drop(held);
     thread::sleep(A_WHILE);
     assert!(tree.child.try_wait().unwrap().is_none() && is_mounted(&tree.target()));
     tree.unmount();
+}
+
+#[test]
+fn a_mount_that_was_taken_out_of_the_tree_is_not_unmounted_again() {
+    if !can_mount(&["umount"]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&[]);
+    let mut held = File::create(tree.target().join("f")).unwrap();
+    let taken = Command::new("umount").arg("-l").arg(tree.target()).status().expect("umount runs");
+    assert!(taken.success());
+    send(libc::SIGTERM, &tree.child);
+    thread::sleep(A_WHILE);
+    held.write_all(b"still served").unwrap();
+    drop(held);
+    ends(&mut tree.child);
+    let said = tree.said_at_the_end();
+    assert!(!said.contains("not ending"), "there is nothing to unmount: {said}");
+    assert_eq!(fs::read(tree.source().join("f")).unwrap(), b"still served");
 }
 
 #[test]

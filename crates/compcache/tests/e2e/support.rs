@@ -9,7 +9,7 @@ mod tree;
 
 pub use build::{memory_tester, preload, release_binary, trap_program};
 pub use run::{Cap, Outcome, Program, Running, Way, alone, beside_others, sample_until, ways};
-pub use server::{LoopDevice, Mounted, PATIENCE, Server, ask, backing_file, ignore, said};
+pub use server::{LoopDevice, Mounted, PATIENCE, Server, Stopped, ask, backing_file, hears, ignore, said};
 pub use tree::{Tree, can_mount};
 
 use std::path::PathBuf;

@@ -8,6 +8,8 @@ use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -86,11 +88,7 @@ impl Server {
     /// Waits until it has said this.
     #[track_caller]
     pub fn hears(&mut self, words: &str) -> String {
-        let mut text = String::new();
-        while !text.contains(words) {
-            assert!(self.said.read_line(&mut text).expect("it says text") > 0, "it ended: {text}");
-        }
-        text
+        hears(&mut self.said, words)
     }
 
     /// Waits for its end; what it said meanwhile.
@@ -123,6 +121,38 @@ impl Drop for Server {
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// Waits until a server has said this, in whole lines. Returns them.
+#[track_caller]
+pub fn hears(said: &mut BufReader<ChildStderr>, words: &str) -> String {
+    let (mut text, give_up) = (String::new(), Instant::now() + PATIENCE);
+    while !text.contains(words) {
+        if said.buffer().is_empty() {
+            let left = Timespec::try_from(give_up.saturating_duration_since(Instant::now())).expect("it is seconds");
+            let heard = poll(&mut [PollFd::new(said.get_ref(), PollFlags::IN)], Some(&left));
+            assert!(heard.expect("it can be waited for") > 0, "it does not say {words:?}: {text}");
+        }
+        assert!(said.read_line(&mut text).expect("it says text") > 0, "it ended: {text}");
+    }
+    text
+}
+
+/// A process that stands still, until this is dropped.
+pub struct Stopped(Pid);
+
+impl Stopped {
+    pub fn of(child: &Child) -> Stopped {
+        let pid = Pid::from_child(child);
+        kill_process(pid, Signal::STOP).expect("it is our child");
+        Stopped(pid)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::CONT);
     }
 }
 

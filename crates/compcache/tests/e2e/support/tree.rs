@@ -1,11 +1,11 @@
 //! A tree that is mounted for a test by a `compcache mount` of its own, and unmounted with it.
 
 use std::fs::{self, Permissions};
-use std::io::{self, BufRead, BufReader};
+use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use compcache_testkit::features::{Feature, requires};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{PATIENCE, by_rings, compcache, ignore, said, scratch};
+use super::{PATIENCE, by_rings, compcache, hears, ignore, said, scratch};
 
 /// Whether trees can be mounted here, and there are these programs.
 pub fn can_mount(programs: &[&'static str]) -> bool {
@@ -28,6 +28,7 @@ type Prepare = Box<dyn FnMut() -> io::Result<()> + Send + Sync>;
 /// A source, a target, and the process that serves one at the other.
 pub struct Tree {
     pub child: Child,
+    said: BufReader<ChildStderr>,
     directory: TempDir,
     over: bool,
 }
@@ -108,16 +109,17 @@ impl Tree {
             // SAFETY: that is all that is done between fork and exec.
             unsafe { command.pre_exec(prepare) };
         }
-        let child = by_rings::mounting(|| {
+        let (child, said) = by_rings::mounting(|| {
             let mut child =
                 command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().expect("compcache can be started");
             let mut line = String::new();
-            BufReader::new(child.stderr.take().expect("it is piped")).read_line(&mut line).expect("it says text");
+            let mut said = BufReader::new(child.stderr.take().expect("it is piped"));
+            said.read_line(&mut line).expect("it says text");
             assert!(line.contains("is mounted on"), "it said {line:?}");
-            child
+            (child, said)
         });
         by_rings::check(child.id());
-        Tree { child, directory, over }
+        Tree { child, said, directory, over }
     }
 
     pub fn source(&self) -> PathBuf {
@@ -126,6 +128,19 @@ impl Tree {
 
     pub fn target(&self) -> PathBuf {
         self.directory.path().join(if self.over { "source" } else { "target" })
+    }
+
+    /// Waits until its server has said this, after that it is mounted.
+    #[track_caller]
+    pub fn hears(&mut self, words: &str) -> String {
+        hears(&mut self.said, words)
+    }
+
+    /// What else it has said, once it has ended.
+    pub fn said_at_the_end(&mut self) -> String {
+        let mut text = String::new();
+        self.said.read_to_string(&mut text).expect("text");
+        text
     }
 
     /// What a command prints, which must succeed; the target is its last argument.
