@@ -160,6 +160,14 @@ mod tests {
         inodes.give(place, INodeNo::ROOT, path.file_name().unwrap_or(OsStr::new("f"))).unwrap().0
     }
 
+    fn one_file() -> (tempfile::TempDir, Inodes, Arc<Node>) {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("f"), "old").unwrap();
+        let inodes = Inodes::new(directory.path()).unwrap();
+        let file = node(&inodes, &directory.path().join("f"));
+        (directory, inodes, file)
+    }
+
     fn heard(watches: &Watches) -> Vec<Changed> {
         watches.wait(&mut vec![MaybeUninit::uninit(); EVENTS_BYTES])
     }
@@ -171,12 +179,8 @@ mod tests {
 
     #[test]
     fn a_change_is_heard_of_though_the_file_was_closed_and_forgotten_before_it_was_read() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("f");
-        fs::write(&path, "old").unwrap();
-        let inodes = Inodes::new(directory.path()).unwrap();
-        let watches = Watches::new().unwrap();
-        let file = node(&inodes, &path);
+        let (directory, inodes, file) = one_file();
+        let (path, watches) = (directory.path().join("f"), Watches::new().unwrap());
         let changed = Changed { number: file.number, id: file.id };
         assert!(watches.begin(&file) && watches.begin(&file));
         watches.end(&file);
@@ -190,12 +194,8 @@ mod tests {
 
     #[test]
     fn a_file_that_is_opened_again_before_its_end_was_read_is_watched_on() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("f");
-        fs::write(&path, "old").unwrap();
-        let inodes = Inodes::new(directory.path()).unwrap();
-        let watches = Watches::new().unwrap();
-        let file = node(&inodes, &path);
+        let (directory, _inodes, file) = one_file();
+        let (path, watches) = (directory.path().join("f"), Watches::new().unwrap());
         let changed = Changed { number: file.number, id: file.id };
         assert!(watches.begin(&file));
         watches.end(&file);

@@ -481,3 +481,23 @@ impl Batch {
         read.is_some()
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::config::{PoolConfig, StoreConfig};
+    use crate::pool::Pool;
+    use crate::store::Store;
+    use crate::worker::Worker;
+
+    /// A store with a pool on a backing of 16 MiB.
+    pub fn place(segment_bytes: usize) -> (Arc<Store>, Arc<Backing>, Arc<Pool>, Worker) {
+        let store = Store::new(StoreConfig { reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap();
+        let medium = FileMedium::new(tempfile::tempfile().unwrap().into());
+        let config = BackingConfig { capacity_bytes: 16 << 20, segment_bytes };
+        let backing = Backing::new(Box::new(medium), config).unwrap();
+        let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
+        let worker = Worker::new(&store, || 0).unwrap();
+        (store, backing, pool, worker)
+    }
+}

@@ -384,18 +384,12 @@ fn settle_one(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backing::{BackingConfig, FileMedium};
-    use crate::config::{PoolConfig, StoreConfig};
+    use crate::backing::tests::place;
     use crate::reclaim::Leaving;
 
     #[test]
     fn who_may_not_fly_any_more_is_full_however_much_room_there_is() {
-        let store = Store::new(StoreConfig { reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap();
-        let medium = FileMedium::new(tempfile::tempfile().unwrap().into());
-        let config = BackingConfig { capacity_bytes: 16 << 20, segment_bytes: 64 << 10 };
-        let backing = Backing::new(Box::new(medium), config).unwrap();
-        let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
-        let mut worker = Worker::new(&store, || 0).unwrap();
+        let (store, backing, pool, mut worker) = place(64 << 10);
         backing.segments.lock().end_after(1);
         let mut page = [0; 4096];
         fastrand::Rng::with_seed(3).fill(&mut page);

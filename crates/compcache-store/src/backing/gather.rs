@@ -269,8 +269,7 @@ impl Backing {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backing::{BackingConfig, FileMedium};
-    use crate::config::{PoolConfig, StoreConfig};
+    use crate::backing::tests::place;
     use crate::page::Page;
 
     const RAW: u64 = 20;
@@ -287,12 +286,7 @@ mod tests {
 
     #[test]
     fn a_flight_takes_each_page_once_wherever_the_pass_begins() {
-        let store = Store::new(StoreConfig { reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap();
-        let medium = FileMedium::new(tempfile::tempfile().unwrap().into());
-        let config = BackingConfig { capacity_bytes: 16 << 20, segment_bytes: 1 << 20 };
-        let backing = Backing::new(Box::new(medium), config).unwrap();
-        let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
-        let mut worker = Worker::new(&store, || 0).unwrap();
+        let (store, backing, pool, mut worker) = place(1 << 20);
         (0..ALL).for_each(|index| _ = pool.write(&mut worker, PageIndex(index), &page(index)).unwrap());
         for (leaving, count) in [(Leaving::Oldest, ALL), (Leaving::Incompressible, RAW)] {
             let wanted = Wanted { wants: &|_| true, leaving, at_leisure: false, oldest_of_all: false };
