@@ -397,7 +397,7 @@ mod tests {
         assert!(inodes.is_crowded() && inodes.is_to_be_told() && !inodes.is_to_be_told());
         inodes.heard();
         inodes.tolerate();
-        // Somebody has no descriptor, and is not heard for now.
+        // Who has no descriptor while the thread that makes room rests is ignored, and who asks next is told of again.
         assert!(!inodes.is_crowded() && inodes.is_to_be_told());
         inodes.ignored();
         assert!(!inodes.is_crowded(), "so many are tolerated still");

@@ -263,7 +263,7 @@ fn what_was_read_before_the_end_of_a_write_behind_the_mount_is_not_kept_if_that_
     let tree = Tree::mounted(&["--watch"]);
     let (old, new) = (vec![1; 4 * MIB], vec![2; 4 * MIB]);
     fs::write(tree.source().join("f"), &old).unwrap();
-    // What is written comes from a file of a tree whose server does not answer for now. By then the file that is written to has its time.
+    // What is written comes from a file of a tree whose server is stopped until below. By then the file that is written to has its time.
     let slow = Tree::mounted(&[]);
     fs::write(slow.source().join("new"), &new).unwrap();
     let modified = || fs::metadata(tree.source().join("f")).unwrap().modified().unwrap();
