@@ -15,8 +15,12 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// No processor.
 pub const NONE: u32 = u32::MAX;
-/// Faults between two looks at where they come from: a look costs a tenth of a fault.
+/// Faults between two looks at where they come from, of which each costs a tenth of a fault: few after a move, more the longer
+/// there was none: a move that is seen late costs several faults for each that crossed meanwhile.
 const FAULTS_BETWEEN_LOOKS: u32 = 4;
+const FAULTS_BETWEEN_LOOKS_MAX: u32 = 64;
+/// The part of the faults since the last move after which there is a look.
+const PART_BETWEEN_LOOKS: u32 = 256;
 /// The same after the handler has moved, which costs as much as several faults, if several threads fault.
 const FAULTS_AFTER_A_MOVE: u32 = 32;
 /// How long the handler waits for the evictor to keep a processor busy, and how long that does.
@@ -107,7 +111,8 @@ impl Follower {
         if self.faults < self.until_look {
             return;
         }
-        (self.faults, self.until_look) = (0, FAULTS_BETWEEN_LOOKS);
+        let apart = self.settled / PART_BETWEEN_LOOKS;
+        (self.faults, self.until_look) = (0, apart.clamp(FAULTS_BETWEEN_LOOKS, FAULTS_BETWEEN_LOOKS_MAX));
         if !is_same {
             self.watched = Watched::open(thread);
         }
