@@ -54,7 +54,11 @@ impl Ages {
     /// The pages of ages from `from` on and before `before`, in ages before now: what [`Pool::recompress`](crate::Pool::recompress) asks for.
     pub fn ago(&self, from: u64, before: u64) -> RangeInclusive<u8> {
         let ago = |age: u64| u8::try_from(self.now - age.min(self.now)).unwrap_or(u8::MAX);
-        ago(before).saturating_add(1)..=ago(from.min(before))
+        match ago(before).checked_add(1) {
+            Some(youngest) => youngest..=ago(from.min(before)),
+            // Longer ago than pages know.
+            None => RangeInclusive::new(u8::MAX, 0),
+        }
     }
 }
 
@@ -81,5 +85,6 @@ mod tests {
         assert_eq!(ages.before(320, 325), Some(7));
         (0..60).for_each(|n| ages.note((4 + n * 5) as u8, 330 + n));
         assert_eq!(ages.before(320, 400), None, "older than what pages know");
+        assert!(ages.ago(0, 250).is_empty(), "pages of 255 ages ago are younger than those before age 250");
     }
 }

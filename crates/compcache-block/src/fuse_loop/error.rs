@@ -57,6 +57,15 @@ pub enum FuseLoopError {
         /// Who uses it.
         by: Holder,
     },
+    /// Somebody else has detached the loop device, and it may be anybody's by now.
+    #[error(
+        "{} was detached by somebody else, and this disk has no device any more: `compcache disk rm` it, and create it anew",
+        path.display()
+    )]
+    Detached {
+        /// The loop device.
+        path: PathBuf,
+    },
     /// The device gave no lane.
     #[error("the device cannot be served: {0}")]
     Device(#[from] DeviceError),

@@ -92,6 +92,9 @@ impl LoopDevice {
     /// Has the device take the size of the file. Asks the server for it.
     pub fn resized(&self) -> Result<(), FuseLoopError> {
         let path = self.path();
+        if !self.is_attached() {
+            return Err(FuseLoopError::Detached { path });
+        }
         // Before Linux 6.16 the device takes the size that the kernel remembers of the file; this has it remember.
         fs::metadata(&self.file).map_err(FuseLoopError::at(Step::Resize, &self.file))?;
         let opened = File::open(&path).map_err(FuseLoopError::at(Step::OpenLoop, &path))?;

@@ -94,7 +94,12 @@ pub(super) struct Waiters {
 
 impl Waiters {
     pub fn new() -> Waiters {
-        let buffers = (0..WRITES).map(|_| Vec::with_capacity(REQUEST_BYTES_MAX)).collect();
+        // Ones, not zeroes, so that the memory is there.
+        let emptied = |mut buffer: Vec<u8>| {
+            buffer.clear();
+            buffer
+        };
+        let buffers = (0..WRITES).map(|_| emptied(vec![1; REQUEST_BYTES_MAX])).collect();
         Waiters { waiting: Waiting::new(PLACES), buffers: Mutex::new(buffers) }
     }
 

@@ -94,6 +94,22 @@ fn a_disk_takes_a_new_size_while_it_is_open() {
 }
 
 #[test]
+fn a_disk_whose_device_somebody_else_has_detached_takes_no_new_size() {
+    if !can_serve(&["losetup"]) {
+        return;
+    }
+    let device = disk(16 * MIB);
+    let Served { disk: served, parent } = Served::new(device.clone());
+    let path = served.path().to_owned();
+    run("losetup", &["-d", path.to_str().unwrap()]);
+    device.resize(8 * MIB).unwrap();
+    let refused = served.resized();
+    assert!(matches!(&refused, Err(FuseLoopError::Detached { path: said }) if *said == path), "{refused:?}");
+    served.remove().unwrap();
+    assert_nothing_left(parent.path(), &path);
+}
+
+#[test]
 fn a_disk_in_use_is_not_removed_and_says_by_whom() {
     if !can_serve(&["mkfs.ext4", "mount", "losetup"]) {
         return;

@@ -174,25 +174,28 @@ impl DiskBacking {
         Ok(())
     }
 
-    /// Changes what can be changed while it is in use.
+    /// Refuses a change that makes no sense.
     ///
     /// # Errors
-    /// That makes no sense; nothing is changed.
-    pub fn change(&self, change: &BackingChange) -> anyhow::Result<()> {
+    /// What is wrong with it.
+    pub fn refuse(&self, change: &BackingChange) -> anyhow::Result<()> {
         if let Some(percent) = change.above_percent.filter(|percent| !ABOVE_PERCENTS.contains(percent)) {
             bail!("blocks can leave above 10% to 95% of a limit, not {percent}%");
         }
         if let Some(daily_bytes) = change.daily_bytes {
             refuse_less_than_a_batch(daily_bytes, self.batch_bytes)?;
         }
-        // Nothing fails from here on.
+        Ok(())
+    }
+
+    /// Changes what can be changed while it is in use, which was not [refused](Self::refuse).
+    pub fn change(&self, change: &BackingChange) {
         if let Some(percent) = change.above_percent {
             self.backing.set_above_percent(percent);
         }
         if let Some(daily_bytes) = change.daily_bytes {
             self.backing.set_daily_bytes((daily_bytes < u64::MAX).then_some(daily_bytes));
         }
-        Ok(())
     }
 
     /// What is shown of it.

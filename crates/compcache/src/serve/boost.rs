@@ -7,11 +7,14 @@
 //! are being swapped out; those wait for the loop device, and that waits for memory while megabytes are free below the boosted
 //! mark, the ballast ([`super::safe`]) among them. So a machine stood still that had swapped out a few megabytes.
 //!
-//! The setting is the machine's; it is put back when the server ends. A server that is killed leaves it at 0, which costs a
-//! machine nothing but some fragmentation.
+//! The setting is the machine's; it is put back when the server ends, unless another one still has swap: each holds a shared lock on the
+//! setting, and only who is alone puts it back. A server that is killed, or ends before another, leaves it at 0, which costs a machine
+//! nothing but some fragmentation.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
 
 use crate::run::say;
 
@@ -22,31 +25,41 @@ const NONE: &str = "0";
 pub struct NoBoost {
     setting: PathBuf,
     before: String,
+    /// Locked for other servers to see.
+    shared: File,
 }
 
 impl NoBoost {
-    /// `None` if they are not boosted anyway, or that is not ours to change: in a container only its memory cgroup will be short, which
-    /// has no such marks. Linux 5.0 began with it.
+    /// `None` if that is not ours to change: in a container only its memory cgroup will be short, which has no such marks. Linux 5.0
+    /// began with it.
     pub fn take() -> Option<NoBoost> {
         let taken = NoBoost::take_at(Path::new(SETTING))?;
-        say(&format!(
-            "compcache: vm.watermark_boost_factor is {NONE} as long as this server runs (was {})\n",
-            taken.before
-        ));
+        if taken.before != NONE {
+            say(&format!(
+                "compcache: vm.watermark_boost_factor is {NONE} as long as this server runs (was {})\n",
+                taken.before
+            ));
+        }
         Some(taken)
     }
 
     fn take_at(setting: &Path) -> Option<NoBoost> {
-        let before = value(setting).filter(|value| value != NONE)?;
-        fs::write(setting, NONE).ok()?;
-        Some(NoBoost { setting: setting.to_owned(), before })
+        let shared = File::open(setting).ok()?;
+        // Whoever puts it back holds it alone, for a moment.
+        flock(&shared, FlockOperation::LockShared).ok()?;
+        let before = value(setting)?;
+        if before != NONE {
+            fs::write(setting, NONE).ok()?;
+        }
+        Some(NoBoost { setting: setting.to_owned(), before, shared })
     }
 }
 
 impl Drop for NoBoost {
     fn drop(&mut self) {
+        let is_alone = flock(&self.shared, FlockOperation::NonBlockingLockExclusive).is_ok();
         // Somebody else may have chosen meanwhile.
-        if value(&self.setting).is_some_and(|value| value == NONE) {
+        if is_alone && self.before != NONE && value(&self.setting).is_some_and(|value| value == NONE) {
             let _ = fs::write(&self.setting, &self.before);
         }
     }
@@ -67,8 +80,19 @@ mod tests {
         fs::write(&setting, "15000\n").unwrap();
         let taken = NoBoost::take_at(&setting).unwrap();
         assert_eq!(value(&setting).unwrap(), "0");
-        assert!(NoBoost::take_at(&setting).is_none(), "there is nothing to take");
         drop(taken);
+        assert_eq!(value(&setting).unwrap(), "15000");
+
+        let (first, second) = (NoBoost::take_at(&setting).unwrap(), NoBoost::take_at(&setting).unwrap());
+        drop(first);
+        assert_eq!(value(&setting).unwrap(), "0", "the second has swap");
+        drop(second);
+        assert_eq!(value(&setting).unwrap(), "0", "it does not know what was before");
+        fs::write(&setting, "15000\n").unwrap();
+        let (first, second) = (NoBoost::take_at(&setting).unwrap(), NoBoost::take_at(&setting).unwrap());
+        drop(second);
+        assert_eq!(value(&setting).unwrap(), "0", "the first has swap");
+        drop(first);
         assert_eq!(value(&setting).unwrap(), "15000");
 
         let taken = NoBoost::take_at(&setting).unwrap();

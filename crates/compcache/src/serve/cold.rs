@@ -59,6 +59,12 @@ struct Watched {
 }
 
 impl Watched {
+    /// The pages of ages from `from` on and before `before`, in ages before the one that the store has now: others advance it meanwhile.
+    fn ago(&mut self, store: &Store, from: u64, before: u64) -> RangeInclusive<u8> {
+        self.ages.note(store.age(), clock_ns());
+        self.ages.ago(from, before)
+    }
+
     /// Nothing is recompressed while there is a disk for swap.
     fn refuse_swap(&self) -> anyhow::Result<()> {
         if self.disks.iter().any(|disk| disk.for_swap && disk.pool.strong_count() > 0) {
@@ -79,12 +85,12 @@ struct Disk {
     used: u64,
 }
 
-/// A visit to a disk.
+/// A visit to a disk. Until its turn comes the disk may be removed, and what it has goes back at once.
 struct Visit {
-    pool: Arc<Pool>,
+    pool: Weak<Pool>,
     level: i8,
-    ages: RangeInclusive<u8>,
-    /// What will have been tried by it.
+    /// The first age that was not tried yet, and the first that is not cold.
+    tried: u64,
     before: u64,
 }
 
@@ -157,25 +163,23 @@ impl Cold {
         present: &Present,
     ) -> anyhow::Result<Done> {
         let mut tools = Tools::new(&self.store, level)?;
-        let ages = {
+        let before = {
             let mut watched = self.lock();
-            watched.refuse_swap()?;
             let now_ns = clock_ns();
             watched.ages.note(self.store.age(), now_ns);
-            match idle {
-                None => 0..=u8::MAX,
-                Some(idle) => match watched.ages.before(nanoseconds(idle), now_ns) {
-                    Some(before) => watched.ages.ago(0, before),
-                    None => return Ok(Done::default()),
-                },
+            match idle.map(|idle| watched.ages.before(nanoseconds(idle), now_ns)) {
+                None => None,
+                Some(None) => return watched.refuse_swap().map(|()| Done::default()),
+                Some(before) => before,
             }
         };
         let mut stopped = Ok(());
-        let goes_on = || {
-            stopped = present.check().and_then(|()| self.lock().refuse_swap());
-            stopped.is_ok()
+        let next_ages = || {
+            let mut watched = self.lock();
+            stopped = present.check().and_then(|()| watched.refuse_swap());
+            stopped.is_ok().then(|| before.map_or(0..=u8::MAX, |before| watched.ago(&self.store, 0, before)))
         };
-        let done = tools.recompress(pool, ages, goes_on);
+        let done = tools.recompress(pool, next_ages);
         stopped.context("what was done stays")?;
         done.context("recompression stopped for want of memory; what was done stays")
     }
@@ -208,20 +212,22 @@ impl Cold {
 
     /// Goes to the disks that it is time for.
     fn visit(&self, tools: &mut Tools) {
-        for Visit { pool, level, ages, before } in self.due() {
+        for Visit { pool, level, tried, before } in self.due() {
+            let Some(pool) = pool.upgrade() else { continue };
             let (mut began, mut ended) = (Instant::now(), false);
-            let goes_on = || {
+            let next_ages = || {
                 let worked = began.elapsed();
                 if worked >= PIECE {
                     thread::sleep(worked * PAUSE);
                     began = Instant::now();
                 }
                 // Nobody has the disk any more, or one for swap was made.
-                ended = Arc::strong_count(&pool) == 1 || self.lock().refuse_swap().is_err();
-                !ended
+                let mut watched = self.lock();
+                ended = Arc::strong_count(&pool) == 1 || watched.refuse_swap().is_err();
+                (!ended).then(|| watched.ago(&self.store, tried, before))
             };
             // Where memory is too short, it is tried again the next time.
-            if tools.set_level(level).is_ok() && tools.recompress(&pool, ages, goes_on).is_ok() && !ended {
+            if tools.set_level(level).is_ok() && tools.recompress(&pool, next_ages).is_ok() && !ended {
                 for disk in &mut self.lock().disks {
                     if disk.pool.as_ptr() == Arc::as_ptr(&pool) {
                         disk.tried = before;
@@ -245,12 +251,11 @@ impl Cold {
                 return None;
             }
             disk.due = now + disk.recompress.after / VISITS;
-            let (pool, ages) = (disk.pool.upgrade()?, ages.ago(disk.tried, before));
-            let used = operations(&pool);
+            let used = operations(&*disk.pool.upgrade()?);
             // Without any use nothing has come out of a group.
-            let is_idle = ages.is_empty() && disk.used == used;
+            let is_idle = ages.ago(disk.tried, before).is_empty() && disk.used == used;
             disk.used = used;
-            (!is_idle).then_some(Visit { pool, level, ages, before })
+            (!is_idle).then(|| Visit { pool: disk.pool.clone(), level, tried: disk.tried, before })
         };
         disks.iter_mut().filter_map(visit).collect()
     }
@@ -282,19 +287,21 @@ impl Tools {
         Ok(())
     }
 
+    /// Before each step it is asked which pages are cold, in ages before now; `None` ends it.
     fn recompress(
         &mut self,
         pool: &Pool,
-        ages: RangeInclusive<u8>,
-        mut goes_on: impl FnMut() -> bool,
+        mut next_ages: impl FnMut() -> Option<RangeInclusive<u8>>,
     ) -> Result<Done, StoreError> {
         let (mut done, mut next) = (Done::default(), Some(PageIndex(0)));
-        while let Some(from) = next {
-            let step = pool.recompress(&mut self.worker, &mut self.recompressor, ages.clone(), from)?;
+        while let Some(from) = next
+            && let Some(ages) = next_ages()
+        {
+            let step = pool.recompress(&mut self.worker, &mut self.recompressor, ages, from)?;
             done.pages += step.pages as u64;
             done.before_bytes += step.before_bytes;
             done.after_bytes += step.after_bytes;
-            next = step.next.filter(|_| goes_on());
+            next = step.next;
         }
         Ok(done)
     }
@@ -302,6 +309,8 @@ impl Tools {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use compcache_store::{PoolConfig, StoreConfig};
 
     use super::*;
@@ -309,16 +318,25 @@ mod tests {
 
     const PAGES: u64 = 16384;
 
-    /// What comes of a recompression of many pages, slow ones, when `meanwhile` happens once it is under way; what that returns stays until the end.
-    fn recompressed_while<T>(meanwhile: impl FnOnce(&Cold, &Arc<Store>, Presence) -> T) -> anyhow::Result<Done> {
-        let store = Store::new(StoreConfig { limit_bytes: 64 << 20, ..StoreConfig::default() }).unwrap();
-        let pool = store.create_pool(PoolConfig::default()).unwrap();
-        let mut worker = Worker::new(&store, clock_ns).unwrap();
-        for index in 0..PAGES {
+    fn fill(store: &Arc<Store>, pool: &Pool, pages: Range<u64>) {
+        let mut worker = Worker::new(store, clock_ns).unwrap();
+        for index in pages {
             let text = format!("page {index} holds {} and {}; ", index * 7919, index * index);
             let page: Vec<u8> = text.bytes().cycle().take(4096).collect();
             pool.write(&mut worker, PageIndex(index), page.as_slice().try_into().unwrap()).unwrap();
         }
+    }
+
+    fn filled() -> (Arc<Store>, Arc<Pool>) {
+        let store = Store::new(StoreConfig { limit_bytes: 64 << 20, ..StoreConfig::default() }).unwrap();
+        let pool = store.create_pool(PoolConfig::default()).unwrap();
+        fill(&store, &pool, 0..PAGES);
+        (store, pool)
+    }
+
+    /// What comes of a recompression of many pages, slow ones, when `meanwhile` happens once it is under way; what that returns stays until the end.
+    fn recompressed_while<T>(meanwhile: impl FnOnce(&Cold, &Arc<Store>, Presence) -> T) -> anyhow::Result<Done> {
+        let (store, pool) = filled();
         let cold = Cold::start(store.clone()).unwrap();
         let presence = Presence::default();
         let present = presence.present();
@@ -353,6 +371,49 @@ mod tests {
         assert!(done.pages > full / 10 * 9, "{done:?} of {full}");
         write(full).unwrap();
         assert!(store.mem_used_max_bytes() <= 4 << 20);
+    }
+
+    #[test]
+    fn what_was_used_meanwhile_is_not_cold_however_old_the_store_has_become() {
+        let (store, pool) = filled();
+        let cold = Cold::start(store.clone()).unwrap();
+        store.advance_age();
+        cold.lock().ago(&store, 0, 0);
+        thread::sleep(Duration::from_millis(20));
+        let presence = Presence::default();
+        let present = presence.present();
+        thread::scope(|scope| {
+            let done = scope.spawn(|| cold.recompress(&pool, 19, Some(Duration::from_millis(10)), &present));
+            while pool.stats().grouped_pages == 0 {
+                assert!(!done.is_finished(), "it was done before anything could happen");
+                thread::yield_now();
+            }
+            fill(&store, &pool, PAGES..PAGES + 64);
+            // As where a backing is worked.
+            for _ in 0..100 {
+                store.advance_age();
+            }
+            done.join().unwrap().unwrap();
+        });
+        assert_eq!(pool.stats().grouped_pages, PAGES, "all that was cold at first, and nothing else");
+    }
+
+    #[test]
+    fn a_disk_that_is_removed_while_another_is_recompressed_gives_back_what_it_has() {
+        let (store, pool) = filled();
+        let cold = Cold::start(store.clone()).unwrap();
+        let removed = store.create_pool(PoolConfig::default()).unwrap();
+        fill(&store, &removed, 0..64);
+        let recompress = Recompress { level: Some(19), after: Duration::from_millis(10) };
+        cold.watch(&pool, recompress, false);
+        cold.watch(&removed, recompress, false);
+        while pool.stats().grouped_pages == 0 {
+            thread::yield_now();
+        }
+        let gone = Arc::downgrade(&removed);
+        drop(removed);
+        assert_eq!(gone.strong_count(), 0);
+        assert!(pool.stats().grouped_pages < PAGES, "it was done before anything could happen");
     }
 
     #[test]

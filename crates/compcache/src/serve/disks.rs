@@ -308,16 +308,20 @@ impl Disks {
             (None, _) => None,
         };
         if let Some((change, backing)) = backing {
-            backing.change(change)?;
+            backing.refuse(change)?;
+        }
+        // Of a disk with an origin this is refused before anything is changed.
+        if let Some(size_bytes) = change.size_bytes {
+            attached.resize(&change.name, size_bytes)?;
+        }
+        if let Some((change, backing)) = backing {
+            backing.change(change);
         }
         if let (Shows::Origin(origin), Some(limit_bytes)) = (&attached.shows, change.limit_bytes) {
             if limit_bytes < u64::MAX {
                 self.refuse_too_much(cache_bytes - origin.memory_bytes(), limit_bytes)?;
             }
             origin.set_memory_bytes(limit_bytes)?;
-        }
-        if let Some(size_bytes) = change.size_bytes {
-            attached.resize(&change.name, size_bytes)?;
         }
         if let Some(codec) = codec {
             match &attached.shows {

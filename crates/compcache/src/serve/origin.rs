@@ -34,7 +34,7 @@ impl DiskOrigin {
     /// # Errors
     /// It cannot be had; nothing of it was changed.
     pub fn open(wanted: &OriginWanted, codec: Codec, own_devices: &[String]) -> anyhow::Result<DiskOrigin> {
-        refuse_little(wanted.memory_bytes)?;
+        refuse_little("--memory", wanted.memory_bytes)?;
         refuse_own(&wanted.path, own_devices)?;
         let origin = Arc::new(Origin::open(&wanted.path)?);
         if !origin.is_direct() {
@@ -61,11 +61,12 @@ impl DiskOrigin {
     /// Changes that; what does not fit any more goes.
     ///
     /// # Errors
-    /// There is no cache without a limit; it is as it was.
+    /// There is no cache without a limit, nor one so small; it is as it was.
     pub fn set_memory_bytes(&self, memory_bytes: u64) -> anyhow::Result<()> {
         if memory_bytes == u64::MAX {
             bail!("a cache is as large as its limit lets it be; name a limit, 10% for instance");
         }
+        refuse_little("--limit", memory_bytes)?;
         self.cached.cache().set_limit_bytes(memory_bytes);
         Ok(())
     }
@@ -96,9 +97,9 @@ impl DiskOrigin {
     }
 }
 
-fn refuse_little(memory_bytes: u64) -> anyhow::Result<()> {
+fn refuse_little(flag: &str, memory_bytes: u64) -> anyhow::Result<()> {
     if memory_bytes < MEMORY_LEAST_BYTES {
-        bail!("--memory {} has no room for any block; write 10%, or 1M at least", Shown(memory_bytes));
+        bail!("{flag} {} has no room for any block; write 10%, or 1M at least", Shown(memory_bytes));
     }
     Ok(())
 }

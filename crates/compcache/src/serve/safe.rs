@@ -85,7 +85,12 @@ pub struct Safety {
 
 #[derive(Default)]
 struct State {
+    /// What was done for the first disk, as far as it got.
     locked: bool,
+    ballast: Option<Arc<Ballast>>,
+    is_refilling: bool,
+    is_watching: bool,
+    is_overload_watched: bool,
     boost: Option<NoBoost>,
     /// There is a disk to swap to, or there was.
     serving: bool,
@@ -136,21 +141,7 @@ impl Safety {
         }
         let mut state = self.lock();
         let here = cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes());
-        if !state.locked {
-            // What is mapped from here on is locked as it is touched. Not all of it at once: the store maps far more than it uses.
-            mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)
-                .context("the server cannot lock its memory, as it must for swap (CAP_IPC_LOCK)")?;
-            let ballast = Arc::new(Ballast::new((here / BALLAST_SHARE).clamp(BALLAST_BYTES.start, BALLAST_BYTES.end))?);
-            start_refilling(store.clone(), ballast.clone())?;
-            start_watching(ballast.clone())?;
-            // In a container only its memory cgroup will be short, and the kernel acts there by itself.
-            if let Err(error) = overload::start_watching(self.disks.clone(), move || ballast.asked_for()) {
-                say(&format!(
-                    "compcache: a machine with more in use than fits will not be helped by the OOM killer soon: {error:#}\n"
-                ));
-            }
-            state.locked = true;
-        }
+        self.start(&mut state, store, here)?;
         if !state.serving {
             state.boost = NoBoost::take();
         }
@@ -164,6 +155,40 @@ impl Safety {
         store.set_reserve_bytes((here / RESERVE_SHARE).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end));
         prepare(store, disk)?;
         Ok(preparation)
+    }
+
+    /// Locks the server in memory, and starts the threads that swap needs. What was done before is not done again.
+    fn start(&self, state: &mut State, store: &Arc<Store>, here: u64) -> anyhow::Result<()> {
+        if !state.locked {
+            // What is mapped from here on is locked as it is touched. Not all of it at once: the store maps far more than it uses.
+            mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)
+                .context("the server cannot lock its memory, as it must for swap (CAP_IPC_LOCK)")?;
+            state.locked = true;
+        }
+        let ballast = match &state.ballast {
+            Some(ballast) => ballast.clone(),
+            None => Arc::new(Ballast::new((here / BALLAST_SHARE).clamp(BALLAST_BYTES.start, BALLAST_BYTES.end))?),
+        };
+        state.ballast = Some(ballast.clone());
+        // First who throws it off.
+        if !state.is_watching {
+            start_watching(ballast.clone())?;
+            state.is_watching = true;
+        }
+        if !state.is_refilling {
+            start_refilling(store.clone(), ballast.clone())?;
+            state.is_refilling = true;
+        }
+        if !state.is_overload_watched {
+            // In a container only its memory cgroup will be short, and the kernel acts there by itself.
+            if let Err(error) = overload::start_watching(self.disks.clone(), move || ballast.asked_for()) {
+                say(&format!(
+                    "compcache: a machine with more in use than fits will not be helped by the OOM killer soon: {error:#}\n"
+                ));
+            }
+            state.is_overload_watched = true;
+        }
+        Ok(())
     }
 
     /// The server ends: what is the machine's is as it was before.

@@ -240,6 +240,7 @@ fn an_origin_that_cannot_be_had_is_refused_with_the_reason_and_stays_as_it_is() 
     server.refuses(&["disk", "resize", "o", "1M"], &["stays as it is", &file]);
     server.refuses(&["disk", "reset", "o"], &["stays as it is", &file]);
     server.refuses(&["disk", "change", "o", "--limit", "0"], &["limit"]);
+    server.refuses(&["disk", "change", "o", "--limit", "64K"], &["--limit", "1M"]);
     server.refuses(&["disk", "change", "o", "--limit", "1000T"], &["too large"]);
     server.ok(&["disk", "change", "o", "--limit", "2M", "--codec", "zstd:3"]);
     assert_eq!(server.stat("o", "memlimit"), 2 << 20);
