@@ -733,7 +733,8 @@ fn ranges_as_wide_as_the_address_space_take_no_time() {
     pool.for_each_stored(PageIndex(0), PageIndex::LIMIT, |index| listed.push(index.0));
     assert_eq!(listed, far);
     assert_eq!(pool.discard_range(PageIndex(0), PageIndex::LIMIT), 36);
-    assert!(start.elapsed().as_millis() < 500, "{:?}", start.elapsed());
+    // To go over all indexes takes minutes.
+    assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What this machine can do, asked by the tests that need it.
 //!
 //! A test begins with `if !requires(&[Feature::Userfaultfd]) { return; }`. Where the feature is missing the test ends
-//! early, and a counted line on stderr says so:
+//! early, and a counted line says so, which `make test` shows at the end:
 //!
 //! ```text
 //! SKIP 3: a_disk_survives_its_server needs zram-control (/sys/class/zram-control is missing)
@@ -12,6 +12,7 @@
 
 use std::env;
 use std::fs::{self, File, OpenOptions};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -117,12 +118,26 @@ pub fn requires(features: &[Feature]) -> bool {
     let test = thread::current().name().unwrap_or("a test").to_owned();
     let needs: Vec<_> = missing.iter().map(|(feature, why)| format!("{feature:?} ({why})")).collect();
     let needs = needs.join(", ");
-    if env::var("COMPCACHE_REQUIRE_ALL").is_ok_and(|value| value == "1") {
-        panic!("COMPCACHE_REQUIRE_ALL=1, and {test} needs {needs}");
-    }
-    let count = SKIPPED.fetch_add(1, Ordering::Relaxed) + 1;
-    eprintln!("SKIP {count}: {test} needs {needs}");
+    skip(&format!("{test} needs {needs}"));
     false
+}
+
+/// Says that a test, or a part of one, is skipped, and counts it. What a test prints that passes nobody sees: so it is also added to the file
+/// that `COMPCACHE_SKIPS` names.
+///
+/// # Panics
+/// When `COMPCACHE_REQUIRE_ALL=1`; and if that file cannot be written.
+pub fn skip(why: &str) {
+    let required = env::var("COMPCACHE_REQUIRE_ALL").is_ok_and(|value| value == "1");
+    assert!(!required, "COMPCACHE_REQUIRE_ALL=1, and {why}");
+    let count = SKIPPED.fetch_add(1, Ordering::Relaxed) + 1;
+    eprintln!("SKIP {count}: {why}");
+    if let Some(path) = env::var_os("COMPCACHE_SKIPS") {
+        let file = OpenOptions::new().create(true).append(true).open(&path);
+        // One call, so that lines of several processes do not mix.
+        let written = file.and_then(|mut file| file.write_all(format!("{why}\n").as_bytes()));
+        written.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    }
 }
 
 /// Where the program `name` is on the path.

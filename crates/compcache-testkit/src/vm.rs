@@ -389,7 +389,7 @@ mod tests {
         }
         assert!(vm.module("no_such_module", "").is_err());
         let script = "nproc; ls -1d /dev/ublk-control /dev/nbd0 /dev/loop0 /dev/zram1; grep MemTotal /proc/meminfo";
-        let printed = vm.run(script, Duration::from_secs(120)).unwrap_or_else(|error| panic!("{error}"));
+        let printed = vm.run(script, Duration::from_secs(600)).unwrap_or_else(|error| panic!("{error}"));
         let lines: Vec<_> = printed.lines().map(str::trim).collect();
         assert_eq!(
             lines.get(..5).unwrap_or(&lines),
@@ -421,7 +421,7 @@ mod tests {
         vm.disk(64).unwrap();
         let script = "cat /sys/block/vda/size; echo there >/tmp/x; dd if=/tmp/x of=/dev/vda bs=6 seek=9 conv=fsync; \
                       echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/vda bs=6 skip=9 count=1";
-        let printed = vm.run(script, Duration::from_secs(120)).unwrap_or_else(|error| panic!("{error}"));
+        let printed = vm.run(script, Duration::from_secs(600)).unwrap_or_else(|error| panic!("{error}"));
         let lines: Vec<_> = printed.lines().map(str::trim).collect();
         assert_eq!((lines[0], lines.contains(&"there")), ("131072", true), "{printed}");
     }
@@ -442,7 +442,7 @@ mod tests {
         let mut vm = Vm::new(&Kernel::stock().unwrap()).unwrap();
         vm.size(1, 512);
         vm.network().unwrap();
-        let printed = vm.run(&format!("echo are you there | nc {HOST} {port}"), Duration::from_secs(120));
+        let printed = vm.run(&format!("echo are you there | nc {HOST} {port}"), Duration::from_secs(600));
         assert_eq!(printed.unwrap_or_else(|error| panic!("{error}")), "ARE YOU THERE");
         answering.join().unwrap();
     }

@@ -113,7 +113,10 @@ impl Disk {
                     done += more;
                     page_waits += 1;
                     waits += 1;
-                    self.exhausted.store(waits > REFILL_WAITS, Relaxed);
+                    // Others may have waited less: who was given room takes it back.
+                    if waits > REFILL_WAITS {
+                        self.exhausted.store(true, Relaxed);
+                    }
                     thread::sleep(REFILL_WAIT);
                 }
                 Err(failed) => return Err(failed.error.into()),

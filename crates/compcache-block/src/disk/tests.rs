@@ -306,9 +306,14 @@ fn who_waits_for_the_reserve_is_one_that_may_wait() {
     let mut write = |at: usize, manner| lane.write(at as u64 * 4096, &data[at * 4096..][..4096], manner);
     let waits = (0..16 << 10).find(|at| write(*at, Manner::AT_ONCE) != DONE).expect("there is no end to the reserve");
     assert_eq!(write(waits, Manner::AT_ONCE), Ok(Outcome::MustWait));
+    let waited = || disk.not_told.load(Relaxed);
+    let before = waited();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            thread::sleep(Duration::from_millis(100));
+            // As often as makes it a late one.
+            while waited() < before + 5 {
+                thread::yield_now();
+            }
             while store.refill().unwrap() {}
         });
         assert_eq!(write(waits, WAITING), DONE);

@@ -17,7 +17,7 @@ use crate::client::{self, Client, go_data, greet, option, option_replies};
 use crate::front::{Front, Nbd};
 use crate::{SIZE_BYTES, disk, disk_of};
 
-const DELAY: Duration = Duration::from_millis(400);
+const DELAY: Duration = Duration::from_secs(2);
 
 fn delayed() -> Nbd<true> {
     Nbd::serve(Arc::new(Delayed::new(disk().device, 65536..131_072, DELAY)))
@@ -69,11 +69,13 @@ fn more_waiting_requests_than_the_queue_holds_are_all_answered() {
 
 #[test]
 fn a_stopped_server_answers_what_is_in_flight_and_leaves_nothing_behind() {
-    let front = delayed();
+    let delayed = Arc::new(Delayed::new(disk().device, 65536..131_072, DELAY));
+    let front = Nbd::<true>::serve(delayed.clone());
     let mut client = Client::connect(&front.socket, "disk", true).unwrap();
     let mut idle = Client::connect(&front.socket, "disk", true).unwrap();
     let slow = client.send(0, client::WRITE, 65536, 4096, &[7; 4096]).unwrap();
-    thread::sleep(DELAY / 8);
+    eventually("that the request waits", || delayed.waited() == 1);
+    drop(delayed);
     let Nbd { server, device, socket, .. } = front;
     server.stop(Duration::from_secs(10));
     let reply = client.receive(0).unwrap();

@@ -46,7 +46,7 @@ fn a_stock_kernels_ublk_holds_the_suite() {
     vm.module("ublk_drv", "").unwrap();
     vm.program(&env::current_exe().unwrap(), "/bin/suite").unwrap();
     // The first file system has no holes, which an origin wants for discards.
-    let script = "mkdir -p /tmp; mount -t tmpfs tmpfs /tmp; suite --test-threads=1 ublk:: 2>&1; echo status $?; ls /sys/class/ublk-char | wc -l";
+    let script = "mkdir -p /tmp; mount -t tmpfs tmpfs /tmp; suite --test-threads=1 --nocapture ublk:: 2>&1; echo status $?; ls /sys/class/ublk-char | wc -l";
     let printed = vm.run(script, Duration::from_secs(900)).unwrap_or_else(|error| panic!("{error}"));
     println!("{printed}");
     let passed = printed.lines().any(|line| line.starts_with("test result: ok. 17 passed; 0 failed"));

@@ -26,8 +26,7 @@ fn a_stock_kernels_ublk_holds_all_of_it() {
         vm.program(&find_program(name).unwrap(), &format!("/bin/{name}")).unwrap();
     }
     // One test at a time: what the kernel has left of one is not to be another's.
-    let script =
-        "suite --test-threads=1 2>&1; echo status $?; ls /sys/class/ublk-char | wc -l; dmesg | grep -E 'WARN|BUG|hung'";
+    let script = "suite --test-threads=1 --nocapture 2>&1; echo status $?; ls /sys/class/ublk-char | wc -l; dmesg | grep -E 'WARN|BUG|hung'";
     let printed = vm.run(script, Duration::from_secs(900)).unwrap_or_else(|error| panic!("{error}"));
     println!("{printed}");
     assert!(printed.contains("status 0") && !printed.contains("FAILED"));

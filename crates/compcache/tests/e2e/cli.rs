@@ -1,13 +1,15 @@
 //! `compcache run` as a person or a script meets it: statuses, signals, streams, and what it says when it cannot.
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use compcache_testkit::features::{Feature, requires};
+use compcache_testkit::features::{Feature, requires, skip};
 
 use crate::support::{Cap, Program, beside_others, compcache, preload, sample_until, scratch, trap_program, ways};
 
@@ -154,8 +156,7 @@ fn a_static_program_is_refused_with_a_remedy() {
     let built = Command::new("cc").arg("-static").arg("-o").arg(&program).arg(&source).output().expect("a C compiler");
     if !built.status.success() {
         // No static C library here: take any static program.
-        eprintln!("SKIP: this machine cannot build a static program");
-        return;
+        return skip("this machine cannot build a static program");
     }
     is_refused(&["--ram", "64M", &program.display().to_string()], 126, &["static"]);
 }
@@ -191,7 +192,7 @@ fn a_program_with_a_sanitizer_is_refused_and_what_starts_one_is_not() {
     for sanitizer in ["address", "thread", "leak"] {
         let dir = scratch();
         let Some(program) = sanitized(dir.path(), sanitizer) else {
-            eprintln!("SKIP: this machine cannot build a program with -fsanitize={sanitizer}");
+            skip(&format!("this machine cannot build a program with -fsanitize={sanitizer}"));
             continue;
         };
         let path = program.display().to_string();
@@ -224,8 +225,7 @@ fn someone_without_userfaultfd_is_told_three_ways_to_get_it() {
     let allowed = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     let device = fs::metadata("/dev/userfaultfd").is_ok_and(|device| device.permissions().mode() & 0o006 != 0);
     if allowed.trim() == "1" || device {
-        eprintln!("SKIP: everybody may use userfaultfd on this machine");
-        return;
+        return skip("everybody may use userfaultfd on this machine");
     }
     // Where nobody can read it: a copy of both files.
     let dir = tempfile::tempdir().expect("a temporary directory");
@@ -281,15 +281,21 @@ fn the_program_survives_the_death_of_its_supervisor() {
         let mut running = Program::new("sh").args(["-c", &script]).start(way, &Cap::resident_mib(12));
         let output = || fs::read_to_string(dir.path().join("out")).unwrap_or_default();
         sample_until("the program is warm", 30, || output().contains("warm\n").then_some(()));
+        let environment = fs::read(format!("/proc/{}/environ", running.pids_named("holds")[0])).expect("it runs");
+        let region = environment.split(|byte| *byte == 0).find_map(|one| one.strip_prefix(b"COMPCACHE_REGION="));
+        let region = PathBuf::from(OsStr::from_bytes(region.expect("it knows its region")));
         running.signal(libc::SIGKILL);
         running.await_end();
         let holds = running.pids_named("holds");
         assert_eq!(holds.len(), 1, "the program died with its supervisor");
+        assert!(region.exists(), "its region went with its supervisor");
         sample_until("the program comes to its end", 30, || running.pids_named("holds").is_empty().then_some(()));
         assert!(output().ends_with("right\n"), "{way:?}: it did not end well: {}", output());
-        // And the next run is not disturbed by what is left.
+        // And the next run is not disturbed by what is left, and removes it.
         let next = Program::new(trap_program("holds")).args(["24", "0"]).paged(way, &Cap::resident_mib(8));
         assert!(next.status.success(), "{}", next.explain());
+        let place = region.parent().expect("it has a directory of its own");
+        assert!(!place.exists(), "{} is left", place.display());
     }
 }
 

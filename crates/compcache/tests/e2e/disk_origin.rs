@@ -131,7 +131,8 @@ fn what_was_flushed_is_on_the_origin_when_the_server_is_killed() {
                     synced.lock().unwrap().push(nth);
                 }
             });
-            let until = Instant::now() + PATIENCE;
+            // Each is some flushes of a real file, beside tests that have the machine write all it has.
+            let until = Instant::now() + 6 * PATIENCE;
             while synced.lock().unwrap().len() < after_files {
                 assert!(Instant::now() < until, "files are not written");
                 thread::sleep(Duration::from_millis(5));

@@ -288,6 +288,7 @@ fn a_service_manager_hands_its_socket_over_and_hears_when_the_server_is_ready() 
     assert!(manager.recv(&mut heard).is_err(), "it says that it stops, and does not");
     assert!(ask(&control, &["list"]).status.success());
     drop(client);
+    manager.set_read_timeout(Some(PATIENCE)).expect("a timeout can be set");
     end();
     let length = manager.recv(&mut heard).expect("the server says that it stops");
     assert_eq!(&heard[..length], b"STOPPING=1\n");

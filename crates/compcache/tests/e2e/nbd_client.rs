@@ -80,7 +80,7 @@ fn the_kernels_client_keeps_a_file_system_and_is_told_when_the_server_dies() {
         let path = find_program(name).expect("it was there just now");
         vm.program(&path, &format!("/bin/{name}")).expect("a program that can be read");
     }
-    let printed = vm.run(SCRIPT, Duration::from_secs(240)).unwrap_or_else(|error| panic!("{error}"));
+    let printed = vm.run(SCRIPT, Duration::from_secs(900)).unwrap_or_else(|error| panic!("{error}"));
     eprintln!("{printed}");
     let says = |line: &str| printed.lines().any(|said| said.trim() == line);
     let steps: Vec<_> = printed.lines().filter(|line| line.trim().starts_with("status of ")).collect();

@@ -189,7 +189,7 @@ fn a_program_in_a_memory_cgroup_finds_every_byte_that_was_swapped_out() {
     let output = cgroup.output(memory_tester(), &["--seed", "7", "--seconds", "4", "--mb", "160", "--threads", "3"]);
     let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && said.contains("right"), "{said}");
-    for (stat, least) in [("num_writes", 10_000), ("num_reads", 10_000), ("notify_free", 1)] {
+    for (stat, least) in [("num_writes", 2_000), ("num_reads", 2_000), ("notify_free", 1)] {
         assert!(swap.server.stat("s", stat) >= least, "{stat}: {}", swap.server.stat("s", stat));
     }
     for stat in ["failed_reads", "failed_writes", "invalid_io"] {

@@ -4,8 +4,9 @@
 //! must be those of the bare run. Under compcache the program fails if what it made cold did not leave
 //! (`TRAP_EXPECT_EVICTION`). A program that lacks something here ends with 77, which is a skip.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+
+use compcache_testkit::features::skip;
 
 use crate::support::{Cap, Outcome, Program, Way, beside_others, sample_until, scratch, trap_program, ways};
 
@@ -15,14 +16,11 @@ const CAP: Cap = Cap::Resident(8 << 20);
 
 /// Whether this outcome is a skip. Printed and counted; with `COMPCACHE_REQUIRE_ALL=1` it is a failure.
 fn is_skip(outcome: &Outcome) -> bool {
-    static SKIPPED: AtomicUsize = AtomicUsize::new(0);
-    if outcome.status.code() != Some(LACKS) {
-        return false;
+    let lacks = outcome.status.code() == Some(LACKS);
+    if lacks {
+        skip(&format!("a trap needs something: {}", outcome.stderr.trim_end()));
     }
-    let required = std::env::var("COMPCACHE_REQUIRE_ALL").is_ok_and(|value| value == "1");
-    assert!(!required, "COMPCACHE_REQUIRE_ALL=1, and this machine lacks something: {}", outcome.explain());
-    eprintln!("SKIP (trap {}): {}", SKIPPED.fetch_add(1, Ordering::Relaxed) + 1, outcome.stderr.trim_end());
-    true
+    lacks
 }
 
 fn spring(name: &'static str, arguments: &[&str]) {
