@@ -101,11 +101,6 @@ impl Feature {
 
 static SKIPPED: AtomicUsize = AtomicUsize::new(0);
 
-/// How many tests of this process have been skipped so far.
-pub fn skipped() -> usize {
-    SKIPPED.load(Ordering::Relaxed)
-}
-
 /// Whether the machine has all of `features`. If not, prints a counted line; the test then returns.
 ///
 /// # Panics
