@@ -1,7 +1,8 @@
 //! The statistics of a run, as `--stats` writes them and the summary tells them.
 
-use std::fs;
+use std::fs::{self, File, Metadata, OpenOptions, Permissions};
 use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -237,6 +238,8 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
 pub struct StatsFile {
     path: PathBuf,
     temporary: PathBuf,
+    /// What was there before: who may read that may read what replaces it.
+    before: Option<Metadata>,
     failed: Option<io::Error>,
 }
 
@@ -244,14 +247,25 @@ impl StatsFile {
     /// Makes sure that `path` can be written, before the program starts.
     pub fn create(path: &Path) -> anyhow::Result<Self> {
         let Some(name) = path.file_name() else { bail!("--stats {}: not a file's name", path.display()) };
-        if fs::metadata(path).is_ok_and(|there| !there.is_file()) {
-            bail!("--stats {}: there is something that is not a file; it would be replaced", path.display());
+        // Not what a link leads to: it is the link that would be replaced, which may be /dev/stdout.
+        let before = fs::symlink_metadata(path).ok();
+        match &before {
+            Some(there) if there.is_symlink() => bail!(
+                "--stats {}: is a link, which would be replaced; name the file that it leads to, or one that does not exist yet",
+                path.display()
+            ),
+            Some(there) if !there.is_file() => bail!(
+                "--stats {}: is not a file, and would be replaced; name a file, or one that does not exist yet",
+                path.display()
+            ),
+            _ => {}
         }
         let mut temporary = std::ffi::OsString::from(".");
         temporary.push(name);
         temporary.push(format!(".{}", std::process::id()));
-        let file = Self { path: path.to_owned(), temporary: path.with_file_name(temporary), failed: None };
-        write_anew(&file.temporary, "").with_context(|| {
+        let temporary = path.with_file_name(temporary);
+        let file = Self { path: path.to_owned(), temporary, before, failed: None };
+        file.write_anew("").with_context(|| {
             format!("--stats {}: cannot write there, name a file in a directory of yours", path.display())
         })?;
         Ok(file)
@@ -261,8 +275,19 @@ impl StatsFile {
     pub fn write(&mut self, stats: &Stats) {
         let mut text = serde_json::to_string_pretty(stats).expect("numbers and words are always JSON");
         text.push('\n');
-        let written = write_anew(&self.temporary, &text).and_then(|()| fs::rename(&self.temporary, &self.path));
+        let written = self.write_anew(&text).and_then(|()| fs::rename(&self.temporary, &self.path));
         self.failed = written.err();
+    }
+
+    /// Writes a file that is new: in a directory of many users a link could be there, to a file of ours.
+    fn write_anew(&self, text: &str) -> io::Result<()> {
+        let _ = fs::remove_file(&self.temporary);
+        let Some(before) = &self.before else { return File::create_new(&self.temporary)?.write_all(text.as_bytes()) };
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&self.temporary)?;
+        // Nobody but root can give files away.
+        let _ = fchown(&file, Some(before.uid()), Some(before.gid()));
+        file.set_permissions(Permissions::from_mode(before.mode() & 0o777))?;
+        file.write_all(text.as_bytes())
     }
 
     /// Says if the last write failed.
@@ -278,12 +303,6 @@ impl Drop for StatsFile {
         // Exists only if the last rename failed or none was made.
         let _ = fs::remove_file(&self.temporary);
     }
-}
-
-/// Writes a file that is new: in a directory of many users a link could be there, to a file of ours.
-fn write_anew(path: &Path, text: &str) -> io::Result<()> {
-    let _ = fs::remove_file(path);
-    fs::File::create_new(path)?.write_all(text.as_bytes())
 }
 
 #[cfg(test)]
@@ -303,6 +322,27 @@ mod tests {
         file.write(&Stats::default());
         assert_eq!(fs::read_to_string(&victim).unwrap(), "kept");
         assert!(fs::symlink_metadata(&path).unwrap().is_file());
+    }
+
+    #[test]
+    fn what_is_no_file_is_not_replaced_and_a_file_keeps_who_may_read_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, link, descriptor) = (dir.path().join("file"), dir.path().join("link"), dir.path().join("stdout"));
+        fs::write(&file, "kept").unwrap();
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        std::os::unix::fs::symlink("/proc/self/fd/1", &descriptor).unwrap();
+        for (path, word) in [(&link, "link"), (&descriptor, "link"), (&dir.path().into(), "not a file")] {
+            let refused = StatsFile::create(path).err().expect("it would be replaced").to_string();
+            assert!(refused.contains(word), "{refused}");
+        }
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
+        assert_eq!(fs::read_to_string(&link).unwrap(), "kept");
+        for mode in [0o600, 0o644, 0o640] {
+            fs::set_permissions(&file, Permissions::from_mode(mode)).unwrap();
+            StatsFile::create(&file).unwrap().write(&Stats::default());
+            assert!(fs::read_to_string(&file).unwrap().starts_with('{'));
+            assert_eq!(fs::metadata(&file).unwrap().mode() & 0o7777, mode);
+        }
     }
 
     #[test]
