@@ -6,13 +6,14 @@
 //! | the same, and the program has a group of its own    | we             | pass it on                                         |
 //! | the terminal that closes, and we lead the session   | we             | pass it on                                         |
 //! | a process, `kill SUPERVISOR`                        | we             | pass it on                                         |
-//! | the program stops, for any reason                   | we see it      | stop as well, so that the shell sees a stopped job |
+//! | the program stops, for any reason                   | we see it      | stop as well, so that the shell sees a stopped job: [`stop_with`] |
 //!
 //! We never die before the program does. A signal that was ignored when we were started (`nohup`) stays ignored, for the
 //! program as well: see [`inherited`].
 
 mod inherited;
 mod send;
+mod stop;
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -31,6 +32,7 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 
 pub use inherited::was_ignored;
 pub use send::die_by;
+pub use stop::stop_with;
 
 /// What is passed on beside real-time signals: all that can be caught and end a process, but for faults of its own code, and
 /// what tells it to stop, to go on, and of changes.

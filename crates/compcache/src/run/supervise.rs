@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use compcache_pager::shared::{ENV_REGION, ENV_SPILL, Region};
 use rustix::process::{
-    DumpableBehavior, Pid, Resource, Rlimit, Signal, WaitOptions, WaitStatus, getpid, kill_process,
-    set_dumpable_behavior, setrlimit, waitpid,
+    DumpableBehavior, Pid, Resource, Rlimit, WaitOptions, WaitStatus, getpid, set_dumpable_behavior, setrlimit,
+    waitpid,
 };
 
 use crate::run::failure::Failure;
 use crate::run::preflight::Ready;
 use crate::run::region::TreeRegion;
-use crate::run::signals::{Signals, die_by};
+use crate::run::signals::{Signals, die_by, stop_with};
 use crate::run::spill::{SpillPlace, Told};
 use crate::run::stats::{Stats, StatsFile};
 
@@ -144,9 +144,7 @@ impl<'a> Run<'a> {
             }
             // The first process of a container cannot stop, and nobody would see it.
             if status.stopped() && getpid() != Pid::INIT {
-                let _ = kill_process(getpid(), Signal::STOP);
-                // Continued: by `fg` the program is too, by `kill -CONT` on us alone it is not.
-                let _ = kill_process(self.program, Signal::CONT);
+                stop_with(self.program);
             }
         }
         Ok(None)

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
 
-use crate::support::{beside_others, compcache, preload};
+use crate::support::{Cap, Program, beside_others, compcache, preload, sample_until, ways};
 
 /// A terminal, and `compcache run` as the leader of its session, as a terminal's window or ssh starts it.
 struct Terminal {
@@ -102,6 +102,40 @@ fn keys_of_the_terminal_reach_a_program_that_has_left_our_group() {
     let mut terminal = Terminal::start(&["timeout", "60", "sh", "-c", "echo ready; exec sleep 60"]);
     terminal.types(b"\x03");
     terminal.ends();
+}
+
+/// Whoever stops the program, continues it or ends it without us.
+#[test]
+fn a_program_that_is_stopped_and_continued_by_itself_goes_on_and_ends() {
+    let _shared = beside_others();
+    let stat = |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let is_stopped = |pid| stat(pid).rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'));
+    // SAFETY: sends a signal to a process of this test that has not ended.
+    let send = |pid, signal| assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    for way in ways().into_iter().take(1) {
+        for stop in [libc::SIGSTOP, libc::SIGTSTP] {
+            for then in ["the program goes on", "we go on", "the program is killed"] {
+                let program = Program::new("sh").args(["-c", "echo $$; read line; exit 7"]).piped_input().patience(60);
+                let mut running = program.start(way, &Cap::resident_mib(16));
+                running.await_output("\n");
+                let (us, program) = (running.pid(), running.stdout_so_far().trim().parse().expect("a number"));
+                send(program, stop);
+                sample_until("both have stopped", 20, || (is_stopped(program) && is_stopped(us)).then_some(()));
+                // They stay so.
+                std::thread::sleep(Duration::from_millis(300));
+                assert!(is_stopped(program) && is_stopped(us));
+                match then {
+                    "we go on" => send(us, libc::SIGCONT),
+                    "the program goes on" => send(program, libc::SIGCONT),
+                    _ => send(program, libc::SIGKILL),
+                }
+                running.close_input();
+                let status = running.finish().status;
+                let wanted = if then == "the program is killed" { (None, Some(libc::SIGKILL)) } else { (Some(7), None) };
+                assert_eq!((status.code(), status.signal()), wanted, "{stop}, {then}");
+            }
+        }
+    }
 }
 
 /// What standard output says of a command that starts `program`, with compcache between the two or without.
