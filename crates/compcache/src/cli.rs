@@ -1,17 +1,17 @@
 //! What may be typed: the flags, and nothing of what they do.
 
+mod values;
+
 use std::ffi::OsString;
-use std::fmt;
-use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
-use std::str::FromStr;
-use std::time::Duration;
 
 use anyhow::{Context, bail};
-use clap::{Args, Parser, Subcommand, ValueEnum};
-use compcache_pager::shared::RunCodec;
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+
+pub use values::{Codec, Recompress, RecompressLevel, TcpAddress};
 
 use crate::size::Size;
+use values::recompress_level;
 
 /// Any program in less RAM: memory pages kept compressed, from user space.
 #[derive(Parser)]
@@ -138,6 +138,11 @@ const NOTES: &str = "SIZE is a number of bytes, or one with K, M, G or T (powers
                      COMPCACHE_PRELOAD in the environment names the object to preload, if it is not beside the \
                      executable or in ../lib/compcache.";
 
+/// Flags of which one is asked for. The group that clap makes of a struct is another: in that is all that the struct has, a name too.
+fn one_of(id: &'static str, flags: &[&'static str]) -> ArgGroup {
+    ArgGroup::new(id).args(flags).multiple(true)
+}
+
 /// Say which ways in work on this machine, and why not
 ///
 /// The exit status is 0 if `compcache run` works here, else 1.
@@ -214,8 +219,7 @@ pub struct BackingArgs {
 ///
 /// The size is what its users see; it takes memory as they write, compressed, and gives it back as they discard.
 #[derive(Args)]
-#[command(after_help = SIZE_NOTE)]
-#[group(id = "contents", args = ["mkfs", "origin"])]
+#[command(after_help = SIZE_NOTE, group = one_of("contents", &["mkfs", "origin"]))]
 pub struct CreateArgs {
     #[command(flatten)]
     pub server: ServerArgs,
@@ -441,8 +445,7 @@ pub struct UmountArgs {
 
 /// Change the limit and the codec of a mount while it is in use
 #[derive(Args)]
-#[command(after_help = MOUNT_SIZE_NOTE)]
-#[group(id = "settings", required = true, multiple = true, args = ["memory", "codec"])]
+#[command(after_help = MOUNT_SIZE_NOTE, group = one_of("settings", &["memory", "codec"]).required(true))]
 pub struct RemountArgs {
     /// Where it is mounted
     pub target: PathBuf,
@@ -502,10 +505,11 @@ pub struct ResizeArgs {
     pub size: Size,
 }
 
+const CHANGES: [&str; 6] = ["limit", "reclaim_above", "backing_daily", "codec", "recompress", "recompress_after"];
+
 /// Change limit, codec, threshold, write budget, and what becomes of cold blocks, of a disk while it is in use
 #[derive(Args)]
-#[command(after_help = SIZE_NOTE)]
-#[group(id = "changes", required = true, multiple = true, args = ["limit", "reclaim_above", "backing_daily", "codec", "recompress", "recompress_after"])]
+#[command(after_help = SIZE_NOTE, group = one_of("changes", &CHANGES).required(true))]
 pub struct ChangeArgs {
     #[command(flatten)]
     pub server: ServerArgs,
@@ -627,118 +631,6 @@ pub enum Transport {
     Nbd,
 }
 
-/// `--nbd-tcp`: an address to listen at, this machine's own if there is only a port.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct TcpAddress(pub SocketAddr);
-
-impl FromStr for TcpAddress {
-    type Err = anyhow::Error;
-
-    fn from_str(text: &str) -> anyhow::Result<Self> {
-        match text.parse::<u16>() {
-            Ok(port) => Ok(Self((Ipv4Addr::LOCALHOST, port).into())),
-            Err(_) => text.parse().map(Self).context("write a port, or ADDRESS:PORT with a number for the address"),
-        }
-    }
-}
-
-/// `--recompress`: the level of zstd, or `None`. A type of its own, since an option of clap's is something else.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct RecompressLevel(pub Option<i8>);
-
-fn recompress_level(text: &str) -> anyhow::Result<RecompressLevel> {
-    text.parse()
-}
-
-impl FromStr for RecompressLevel {
-    type Err = anyhow::Error;
-
-    fn from_str(text: &str) -> anyhow::Result<Self> {
-        match text {
-            "none" => Ok(Self(None)),
-            "zstd" => Ok(Self(Some(Recompress::DEFAULT_LEVEL))),
-            "lz4" => bail!("what is cold is compressed again with zstd or zstd:LEVEL, or not at all (none)"),
-            _ => Ok(Self(Some(text.parse::<Codec>()?.level as i8))),
-        }
-    }
-}
-
-impl fmt::Display for RecompressLevel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            None => write!(f, "none"),
-            Some(level) => write!(f, "zstd:{level}"),
-        }
-    }
-}
-
-/// What is done with cold blocks of a disk.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Recompress {
-    /// The level of zstd; nothing is done if there is none.
-    pub level: Option<i8>,
-    /// Blocks are cold when they were not used for so long.
-    pub after: Duration,
-}
-
-impl Recompress {
-    /// `zstd`, without a level.
-    pub const DEFAULT_LEVEL: i8 = 3;
-    /// Of a disk of which nothing was said.
-    pub const DEFAULT: Recompress = Recompress { level: Some(Self::DEFAULT_LEVEL), after: Duration::from_secs(60) };
-    /// Of one whose blocks stay as they are.
-    pub const NEVER: Recompress = Recompress { level: None, ..Self::DEFAULT };
-}
-
-/// `--codec`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Codec {
-    /// Which one.
-    pub codec: RunCodec,
-    /// The level of zstd; 0 for LZ4, which has none.
-    pub level: i32,
-}
-
-impl Codec {
-    /// As the store calls it.
-    pub fn of_store(self) -> compcache_store::Codec {
-        match self.codec {
-            RunCodec::Lz4 => compcache_store::Codec::Lz4,
-            // Between -7 and 19: see `from_str`.
-            RunCodec::Zstd => compcache_store::Codec::Zstd { level: self.level as i8 },
-        }
-    }
-}
-
-impl fmt::Display for Codec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.codec {
-            RunCodec::Lz4 => write!(f, "lz4"),
-            RunCodec::Zstd => write!(f, "zstd:{}", self.level),
-        }
-    }
-}
-
-impl FromStr for Codec {
-    type Err = anyhow::Error;
-
-    fn from_str(text: &str) -> anyhow::Result<Self> {
-        match text.split_once(':') {
-            None if text == "lz4" => Ok(Self { codec: RunCodec::Lz4, level: 0 }),
-            None if text == "zstd" => Ok(Self { codec: RunCodec::Zstd, level: 1 }),
-            Some(("zstd", level)) => {
-                let level: i32 = level.parse().with_context(|| format!("`{level}` is no level of zstd"))?;
-                if level == 0 || !(-7..=19).contains(&level) {
-                    bail!("zstd has the levels 1 to 19 and -1 to -7, not {level}");
-                }
-                Ok(Self { codec: RunCodec::Zstd, level })
-            }
-            Some(("lz4", _)) => bail!("lz4 has no levels; write `lz4`, or `zstd:LEVEL`"),
-            _ => bail!("the codecs are lz4, zstd and zstd:LEVEL"),
-        }
-    }
-}
-
 /// `--evict`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Evict {
@@ -761,31 +653,28 @@ mod tests {
     }
 
     #[test]
+    fn a_change_of_nothing_is_refused() {
+        let parse = |line: &str| Cli::try_parse_from(line.split(' ')).map(|_| ()).map_err(|error| error.to_string());
+        for line in ["remount /mnt", "disk change disk0", "disk create --size 1G --mount /mnt"] {
+            let refused = parse(&format!("compcache {line}")).expect_err(line);
+            assert!(refused.contains("required"), "{refused}");
+        }
+        for line in [
+            "remount /mnt --codec lz4",
+            "remount --memory 1M /mnt --codec lz4",
+            "disk change disk0 --limit 1G",
+            "disk change --codec lz4 --recompress-after 5 disk0",
+            "disk create --size 1G --mkfs ext4 --mount /mnt",
+            "disk create --origin /dev/x --mount /mnt",
+        ] {
+            assert_eq!(parse(&format!("compcache {line}")), Ok(()));
+        }
+    }
+
+    #[test]
     fn everything_after_the_program_is_the_programs() {
         let cli = Cli::try_parse_from(["compcache", "run", "--ram", "1G", "ls", "--ram", "-l", "--help"]).unwrap();
         let Command::Run(args) = cli.command else { panic!("not run") };
         assert_eq!(args.program, ["ls", "--ram", "-l", "--help"]);
-    }
-
-    #[test]
-    fn a_port_alone_is_this_machines() {
-        assert_eq!("10809".parse::<TcpAddress>().unwrap().0.to_string(), "127.0.0.1:10809");
-        assert_eq!("[::]:1".parse::<TcpAddress>().unwrap().0.to_string(), "[::]:1");
-        for wrong in ["", "localhost", "70000", "1.2.3.4", "1.2.3.4:"] {
-            assert!(wrong.parse::<TcpAddress>().is_err(), "{wrong}");
-        }
-    }
-
-    #[test]
-    fn a_codec_is_read_with_its_level() {
-        assert_eq!("lz4".parse::<Codec>().unwrap(), Codec { codec: RunCodec::Lz4, level: 0 });
-        assert_eq!("zstd".parse::<Codec>().unwrap(), Codec { codec: RunCodec::Zstd, level: 1 });
-        assert_eq!("zstd:-3".parse::<Codec>().unwrap(), Codec { codec: RunCodec::Zstd, level: -3 });
-        for text in ["lz4", "zstd:1", "zstd:-7", "zstd:19"] {
-            assert_eq!(text.parse::<Codec>().unwrap().to_string(), text);
-        }
-        for wrong in ["", "lzo", "lz4:1", "zstd:", "zstd:0", "zstd:20", "zstd:x", "ZSTD"] {
-            assert!(wrong.parse::<Codec>().is_err(), "{wrong}");
-        }
     }
 }

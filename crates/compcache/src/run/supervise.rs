@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use compcache_pager::shared::{ENV_REGION, ENV_SPILL, Region};
 use rustix::process::{
-    DumpableBehavior, Pid, Resource, Rlimit, WaitOptions, WaitStatus, getpid, set_dumpable_behavior, setrlimit,
-    waitpid,
+    DumpableBehavior, Pid, Resource, Rlimit, WaitOptions, WaitStatus, getpid, set_dumpable_behavior, setrlimit, waitpid,
 };
 
 use crate::run::failure::Failure;

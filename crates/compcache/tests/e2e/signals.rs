@@ -131,7 +131,8 @@ fn a_program_that_is_stopped_and_continued_by_itself_goes_on_and_ends() {
                 }
                 running.close_input();
                 let status = running.finish().status;
-                let wanted = if then == "the program is killed" { (None, Some(libc::SIGKILL)) } else { (Some(7), None) };
+                let wanted =
+                    if then == "the program is killed" { (None, Some(libc::SIGKILL)) } else { (Some(7), None) };
                 assert_eq!((status.code(), status.signal()), wanted, "{stop}, {then}");
             }
         }
