@@ -1,11 +1,12 @@
 //! Serving in the background: who asked is told when it is mounted, or why not, and goes on.
 //!
 //! Another process of ours serves. Its standard input is a pipe to the one that was asked, which waits for a word; then it lets go of
-//! all that was the asker's (terminal, output, session), for those who wait for the end of that would wait for it.
+//! all that was the asker's (terminal, output, session), for those who wait for the end of that would wait for it. What else he has open it does not get.
+#![allow(unsafe_code)]
 
 use std::ffi::OsString;
-use std::fs::OpenOptions;
-use std::io::{Read, pipe};
+use std::fs::{self, OpenOptions};
+use std::io::{self, Read, pipe};
 use std::process::{Command, ExitCode};
 
 use anyhow::{Context, bail};
@@ -21,6 +22,7 @@ use crate::run::STATUS_FAILED;
 pub fn start(arguments: &[OsString]) -> anyhow::Result<ExitCode> {
     let (mut heard, told) = pipe().context("cannot make a pipe")?;
     let program = std::env::current_exe().context("cannot find this program")?;
+    inherit_nothing().context("cannot tell what is open")?;
     // The command ends with this line, and our end of the pipe for writing with it.
     let mut child =
         Command::new(program).args(arguments).stdin(told).spawn().context("cannot start another process")?;
@@ -34,6 +36,18 @@ pub fn start(arguments: &[OsString]) -> anyhow::Result<ExitCode> {
         Some(_) => Ok(STATUS_FAILED.into()),
         None => bail!("what was to serve it was killed"),
     }
+}
+
+/// Has what this process was given beside the three standard descriptors closed in what it starts: the other end of a pipe, a lock.
+fn inherit_nothing() -> io::Result<()> {
+    for entry in fs::read_dir("/proc/self/fd")? {
+        let number = entry?.file_name().to_str().and_then(|name| name.parse().ok());
+        if let Some(number) = number.filter(|number| *number > libc::STDERR_FILENO) {
+            // SAFETY: it changes what becomes of a descriptor at exec, of one that is open.
+            unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) };
+        }
+    }
+    Ok(())
 }
 
 /// Says that it is mounted, and lets go of everything of the asker's.

@@ -20,6 +20,7 @@
 //! | `disk_origin.rs`   | a disk over an origin is the origin, with and without its server, and finds what was read |
 //! | `nbd_client.rs`    | so does the kernel's NBD client, in an emulated machine                                  |
 //! | `mount.rs`         | a mount caches, notices what changes behind it, changes its limit, ends, and is cleaned up |
+//! | `mount_commands.rs` | mounts are asked for, changed and shown as it is said, or it is said why not               |
 //! | `mount_files.rs`   | files on it are arrays of bytes, through every way of writing and reading, from both sides |
 //! | `mount_clients.rs` | fio, stress-ng, git, tar, sqlite and a compiler on it find what they wrote                 |
 //! | `mount_below.rs`   | what special file systems below do, run out of room for one, it does too                     |
@@ -54,6 +55,7 @@ mod memory_tester;
 mod mount;
 mod mount_below;
 mod mount_clients;
+mod mount_commands;
 mod mount_files;
 mod mount_network;
 mod mount_posix;

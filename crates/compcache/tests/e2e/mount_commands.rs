@@ -1,0 +1,39 @@
+//! Mounts as who asks for them meets them: what is let go of, what is changed later, what is refused.
+
+use std::fs;
+use std::io::{Read, pipe};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::support::{Mounted, can_mount, compcache, said, scratch};
+
+#[test]
+fn a_mount_in_the_background_keeps_nothing_open_of_who_asked_for_it() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let directory = scratch();
+    let (source, target) = (directory.path().join("source"), directory.path().join("target"));
+    [&source, &target].map(|path| fs::create_dir(path).unwrap());
+    let (mut ours, theirs) = pipe().unwrap();
+    let inherited = theirs.as_raw_fd();
+    let mut command = Command::new(compcache());
+    command.args(["mount", "--memory", "8M", "--background"]).args([&source, &target]);
+    // SAFETY: dup2(2) is async-signal-safe, and nobody else has that number in the new process.
+    unsafe {
+        command.pre_exec(move || match libc::dup2(inherited, 19) {
+            19 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        });
+    }
+    let output = command.output().unwrap();
+    drop(theirs);
+    assert!(output.status.success(), "{}", said(&output));
+    let _mounted = Mounted(target);
+    let patience = Timespec { tv_sec: 10, tv_nsec: 0 };
+    assert_eq!(poll(&mut [PollFd::new(&ours, PollFlags::IN)], Some(&patience)), Ok(1), "it is still open");
+    assert_eq!(ours.read(&mut [0]).unwrap(), 0);
+}
