@@ -519,9 +519,9 @@ impl Filesystem for ByLibrary {
         empty(reply, self.0.set_attribute(Caller::of(request), number, name, value, flags));
     }
 
-    fn getxattr(&self, _: &Request, number: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+    fn getxattr(&self, request: &Request, number: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         let _then = self.0.soon_done();
-        attribute(reply, self.0.attribute(number, name, size));
+        attribute(reply, self.0.attribute(Caller::of(request), number, name, size));
     }
 
     fn listxattr(&self, request: &Request, number: INodeNo, size: u32, reply: ReplyXattr) {

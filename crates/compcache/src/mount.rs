@@ -17,7 +17,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use compcache_fs::{CacheStats, FsError, Mount, MountOptions, is_dead};
 use compcache_fuse::{table_of_mounts, uppermost};
-use rustix::fs::{XattrFlags, getxattr, setxattr};
+use rustix::fs::{XattrFlags, getxattr, getxattr_query, setxattr};
 use rustix::io::Errno;
 use sd_notify::NotifyState;
 
@@ -101,8 +101,12 @@ pub fn remount(args: &RemountArgs) -> ExitCode {
 
 fn changed(args: &RemountArgs) -> anyhow::Result<()> {
     let set = |name: &str, value: String| {
-        setxattr(&args.target, name, value.as_bytes(), XattrFlags::empty())
-            .map_err(|error| refused(&args.target, error))
+        let set = match setxattr(&args.target, name, value.as_bytes(), XattrFlags::empty()) {
+            // Where nothing may be written, a setting is read with its new value.
+            Err(Errno::ROFS) => getxattr_query(&args.target, format!("{name}={value}")).map(drop),
+            set => set,
+        };
+        set.map_err(|error| refused(&args.target, error))
     };
     if let Some(memory) = args.memory {
         ours(&args.target)?;

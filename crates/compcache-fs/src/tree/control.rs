@@ -8,6 +8,9 @@
 //! | `user.compcache.stats`  | a line `NAME VALUE` for each statistic | -                                |
 //! | `user.compcache.memory` | the same                             | the new limit, in bytes, or `50%` of what is there where the server is |
 //! | `user.compcache.codec`  | the same                             | `lz4`, or `zstd LEVEL`             |
+//!
+//! Where nothing may be written (`ro`) the kernel lets no attribute be set, and settings are changed by reading: `user.compcache.memory=8388608`, by
+//! the same users.
 
 use std::ffi::OsStr;
 
@@ -44,6 +47,16 @@ impl Tree {
     pub fn statistics(&self) -> String {
         let stats = self.cache.stats();
         CacheStats::TABLE.iter().map(|(name, value, _)| format!("{name} {}\n", value(&stats))).collect()
+    }
+
+    /// Reads what is named; a setting with its new value changes that.
+    pub fn read_control(&self, caller: Caller, number: INodeNo, name: &OsStr) -> Option<io::Result<String>> {
+        if Control::named(number, name).is_some() {
+            return Some(Ok(self.statistics()));
+        }
+        let (setting, value) = name.to_str()?.split_once('=')?;
+        let control = Control::named(number, OsStr::new(setting))?;
+        Some(self.control(caller, control, value.as_bytes()).map(|()| String::new()))
     }
 
     pub fn control(&self, caller: Caller, control: Control, value: &[u8]) -> io::Result<()> {

@@ -211,7 +211,7 @@ impl Tree {
                 self.set_attribute(caller, node, called, value, asked.u32_at(4) as i32).map(|()| 0)
             }
             opcode::GETXATTR => {
-                self.attribute(node, name(came)?.0, asked.u32_at(0)).map(|value| xattr_out(value, payload))
+                self.attribute(caller, node, name(came)?.0, asked.u32_at(0)).map(|value| xattr_out(value, payload))
             }
             opcode::LISTXATTR => {
                 self.attribute_names(caller, node, asked.u32_at(0)).map(|value| xattr_out(value, payload))

@@ -35,9 +35,9 @@ impl Value {
 }
 
 impl Tree {
-    pub fn attribute(&self, number: INodeNo, name: &OsStr, size_max: u32) -> io::Result<Value> {
-        if Control::named(number, name).is_some() {
-            return Value::of(self.statistics().into_bytes(), size_max);
+    pub fn attribute(&self, caller: Caller, number: INodeNo, name: &OsStr, size_max: u32) -> io::Result<Value> {
+        if let Some(read) = self.read_control(caller, number, name) {
+            return Value::of(read?.into_bytes(), size_max);
         }
         let path = self.inodes.get(number)?.path();
         // The kernel asks for a file's ACL when somebody uses it who does not own it, and takes any other answer than "none" for a

@@ -7,8 +7,11 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::getxattr_query;
+use rustix::io::Errno;
 
-use crate::support::{Mounted, can_mount, compcache, said, scratch};
+use crate::mount_posix::as_user;
+use crate::support::{Mounted, Tree, can_mount, compcache, said, scratch};
 
 #[test]
 fn a_mount_in_the_background_keeps_nothing_open_of_who_asked_for_it() {
@@ -36,4 +39,18 @@ fn a_mount_in_the_background_keeps_nothing_open_of_who_asked_for_it() {
     let patience = Timespec { tv_sec: 10, tv_nsec: 0 };
     assert_eq!(poll(&mut [PollFd::new(&ours, PollFlags::IN)], Some(&patience)), Ok(1), "it is still open");
     assert_eq!(ours.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn a_mount_that_forbids_writing_is_changed_by_who_may_change_it() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted(&["-o", "ro,allow_other,memory=8M"]);
+    tree.ok(&["remount", "--memory", "16M", "--codec", "zstd:2"]);
+    assert_eq!(tree.stat("memlimit"), 16 << 20);
+    let set = |value: &str| getxattr_query(tree.target(), format!("user.compcache.memory={value}"));
+    assert_eq!(as_user(65534, 65534, || set("4194304")), Err(Errno::PERM));
+    assert_eq!(set("much"), Err(Errno::INVAL));
+    assert_eq!(tree.stat("memlimit"), 16 << 20);
 }
