@@ -2,12 +2,16 @@
 
 mod mounts;
 mod tables;
+mod unfinished;
 
 use std::io::{self, ErrorKind, Write};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, anyhow, bail};
+
+pub use unfinished::{Caught, finish_or_undo};
 
 use crate::cli::{
     BackingArgs, ChangeArgs, CreateArgs, DiskCommand, ListArgs, NameArgs, ReclaimArgs, RecompressArgs, ResizeArgs,
@@ -27,7 +31,10 @@ const CACHE_SIZE: Size = Size::PercentOfRam(10.0);
 /// Does what was asked of a disk.
 pub fn disk(command: DiskCommand) -> ExitCode {
     match command {
-        DiskCommand::Create(args) => ended(create(*args)),
+        DiskCommand::Create(args) if args.mkfs.is_none() && args.mount.is_none() => {
+            ended(create(*args, &Caught::default()))
+        }
+        DiskCommand::Create(args) => finish_or_undo(|caught| create(*args, caught)),
         DiskCommand::List(args) => list(&args),
         DiskCommand::Show(args) => show(&args),
         DiskCommand::Resize(args) => ended(resize(&args)),
@@ -64,7 +71,7 @@ pub fn show(args: &ShowArgs) -> ExitCode {
     }))
 }
 
-fn create(args: CreateArgs) -> anyhow::Result<String> {
+fn create(args: CreateArgs, caught: &Caught) -> anyhow::Result<String> {
     let ram_bytes = ram_bytes();
     if args.memory.is_some() && args.origin.is_none() {
         bail!("--memory is for the cache of an --origin; the limit of a disk in RAM is --limit");
@@ -114,7 +121,8 @@ fn create(args: CreateArgs) -> anyhow::Result<String> {
     let disk = one_disk(&args.server, request)?;
     // An older server answers all the same, and would write as much as there is.
     let agreed = if daily_bytes == budget_of(&disk) { Ok(()) } else { unexpected() };
-    if let Err(error) = agreed.and_then(|()| file_system(&disk.at, args.mkfs.as_deref(), args.mount.as_deref())) {
+    let complete = agreed.and_then(|()| file_system(&disk.at, args.mkfs.as_deref(), args.mount.as_deref(), caught));
+    if let Err(error) = complete {
         // What was asked for is a disk with all of this: there shall not be one without.
         let removed = ask(&server(&args.server)?, Request::Remove { name: disk.name, force: true });
         return match removed {
@@ -140,7 +148,7 @@ pub fn backing_wanted(path: PathBuf, args: &BackingArgs, ram_bytes: u64) -> anyh
 }
 
 /// Makes a file system on a device, if one of some kind is wanted, and mounts what is there, if a place is.
-fn file_system(device: &str, kind: Option<&str>, mount_at: Option<&Path>) -> anyhow::Result<()> {
+fn file_system(device: &str, kind: Option<&str>, mount_at: Option<&Path>, caught: &Caught) -> anyhow::Result<()> {
     if kind.is_none() && mount_at.is_none() {
         return Ok(());
     }
@@ -150,10 +158,11 @@ fn file_system(device: &str, kind: Option<&str>, mount_at: Option<&Path>) -> any
         );
     }
     if let Some(kind) = kind {
+        caught.none()?;
         make_file_system(device, kind)?;
     }
     match mount_at {
-        Some(directory) => run(Command::new("mount").arg(device).arg(directory)),
+        Some(directory) => caught.none().and_then(|()| run(Command::new("mount").arg(device).arg(directory))),
         None => Ok(()),
     }
 }
@@ -175,6 +184,9 @@ pub fn tool(name: &str, arguments: &[&str]) -> anyhow::Result<()> {
 fn run(command: &mut Command) -> anyhow::Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot run {name}"))?;
+    if let Some(signal) = output.status.signal() {
+        bail!("{name} was ended by signal {signal}");
+    }
     if !output.status.success() {
         bail!("{name} failed: {}", String::from_utf8_lossy(&output.stderr).trim());
     }

@@ -30,7 +30,7 @@ use anyhow::Context;
 
 pub use failure::{STATUS_FAILED, say};
 pub use preflight::{explain as explain_refusal, find_object};
-pub use signals::was_ignored;
+pub use signals::{die_by, was_ignored};
 
 use crate::cli::{Recompress, RunArgs};
 use crate::run::failure::Failure;

@@ -11,7 +11,9 @@ use anyhow::{Context, anyhow, bail};
 
 use crate::cli::{SwapCommand, SwapOffArgs, SwapOnArgs, SwapTransport};
 use crate::control::{At, Create, DiskState, Reply, Request, ask};
-use crate::disk::{backing_wanted, ended, limit_bytes, one_disk, server, tool, unexpected, whole_blocks};
+use crate::disk::{
+    Caught, backing_wanted, ended, finish_or_undo, limit_bytes, one_disk, server, tool, unexpected, whole_blocks,
+};
 use crate::kernel::{ram_bytes, setting};
 use crate::run::say;
 use crate::size::Shown;
@@ -23,12 +25,12 @@ const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
 /// Does what was asked.
 pub fn swap(command: SwapCommand) -> ExitCode {
     match command {
-        SwapCommand::On(args) => ended(on(args)),
+        SwapCommand::On(args) => finish_or_undo(|caught| on(args, caught)),
         SwapCommand::Off(args) => ended(off(&args)),
     }
 }
 
-fn on(args: SwapOnArgs) -> anyhow::Result<String> {
+fn on(args: SwapOnArgs, caught: &Caught) -> anyhow::Result<String> {
     let ram_bytes = ram_bytes();
     let socket = server(&args.server)?;
     let wanted = Create {
@@ -55,7 +57,10 @@ fn on(args: SwapOnArgs) -> anyhow::Result<String> {
     };
     let disk = one_disk(&args.server, request).context("swap stays as it was")?;
     let priority = above_what_is_gone(&read("/proc/swaps").unwrap_or_default(), args.priority);
-    let started = tool("mkswap", &["-L", "compcache", &disk.at])
+    let started = caught
+        .none()
+        .and_then(|()| tool("mkswap", &["-L", "compcache", &disk.at]))
+        .and_then(|()| caught.none())
         .and_then(|()| tool("swapon", &["--discard=pages", "--priority", &priority.to_string(), &disk.at]));
     if let Err(error) = started {
         return match ask(&socket, Request::Remove { name: disk.name.clone(), force: true }) {

@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 use compcache_testkit::features::{Feature, requires};
 
 use crate::support::{
-    Mounted, PATIENCE, Server, Stopped, Tree, ask, backing_file, can_mount, compcache, said, scratch,
+    Mounted, PATIENCE, Server, Stopped, Tree, ask, backing_file, can_mount, compcache, said, sample_until, scratch,
 };
 
 /// What a server says that must not come up; one that does is ended after a while.
@@ -353,6 +354,34 @@ fn what_cannot_become_a_file_system_leaves_no_disk() {
     }
     server.refuses(&["disk", "create", "--size", "8M", "--mount", "/mnt"], &["--mkfs"]);
     assert_eq!(server.ok(&["disk", "list", "--json"]).trim(), "[]");
+}
+
+#[test]
+fn a_disk_whose_making_is_interrupted_is_removed() {
+    if !requires(&BLOCK_DEVICE) {
+        return;
+    }
+    let server = Server::start(&[]);
+    let (tool, begun) = (server.directory.path().join("mkfs.slow"), server.directory.path().join("begun"));
+    fs::write(&tool, format!("#!/bin/sh\n: >{}\nsleep 1\n", begun.display())).unwrap();
+    fs::set_permissions(&tool, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", server.directory.path().display(), std::env::var("PATH").unwrap());
+    // As a key of the terminal, to all; and to who was asked alone.
+    for (signal, all) in [(libc::SIGINT, true), (libc::SIGTERM, false), (libc::SIGHUP, false)] {
+        let mut command = Command::new(compcache());
+        command.args(["disk", "create", "--size", "8M", "--mkfs", "slow", "--mount", "/nowhere", "--socket"]);
+        command.arg(server.socket()).env("PATH", &path).process_group(0);
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        sample_until("the file system is being made", 20, || begun.exists().then_some(()));
+        let pid = child.id() as i32;
+        // SAFETY: sends a signal to a child that was not waited for, or to its group.
+        assert_eq!(unsafe { libc::kill(if all { -pid } else { pid }, signal) }, 0);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.signal(), Some(signal), "{}", said(&output));
+        assert!(said(&output).contains(&format!("by signal {signal}")), "{}", said(&output));
+        assert_eq!(server.ok(&["disk", "list", "--json"]).trim(), "[]");
+        fs::remove_file(&begun).unwrap();
+    }
 }
 
 #[test]

@@ -20,7 +20,8 @@ fn a_mount_in_the_background_keeps_nothing_open_of_who_asked_for_it() {
     }
     let directory = scratch();
     let (source, target) = (directory.path().join("source"), directory.path().join("target"));
-    [&source, &target].map(|path| fs::create_dir(path).unwrap());
+    fs::create_dir(&source).unwrap();
+    fs::create_dir(&target).unwrap();
     let (mut ours, theirs) = pipe().unwrap();
     let inherited = theirs.as_raw_fd();
     let mut command = Command::new(compcache());
