@@ -113,7 +113,10 @@ impl Facts {
         let cgroup = cgroup::memory_limit();
         let uffd = userfaultfd::probe();
         let features = uffd.map_or(userfaultfd::Features(0), |granted| granted.features);
-        let object = run::find_object();
+        let (object, lacking) = match run::find_object() {
+            Ok(object) => (Some(object.display().to_string()), run::rehearse(&object).err()),
+            Err(error) => (None, Some(error)),
+        };
         let (rights, found) = (Rights::here(), Found::here());
         Self {
             version: env!("CARGO_PKG_VERSION"),
@@ -138,10 +141,10 @@ impl Facts {
             fuse_by_io_uring: rings(),
             loop_control: device("/dev/loop-control"),
             nbd: device("/dev/nbd0"),
-            preload_object: object.as_ref().ok().map(|path| path.display().to_string()),
-            run: run_works(&kernel, uffd, object.err()),
+            preload_object: object,
+            run: run_works(&kernel, uffd, lacking),
             disk: disk_works(rights, &found),
-            swap: swap_works(disk_works(rights, &found), rights),
+            swap: swap_works(disk_works(rights, &found), rights, found.swap_tools),
             mount: mount_works(rights, found.fuse, found.fusermount),
             kernel,
         }
@@ -178,16 +181,20 @@ struct Found {
     control: Device,
     /// Which mounts for others than root.
     fusermount: bool,
+    /// The programs by which swap is made and switched on.
+    swap_tools: bool,
 }
 
 impl Found {
     fn here() -> Found {
         let path = std::env::var_os("PATH").unwrap_or_default();
+        let program = |name| std::env::split_paths(&path).any(|directory| directory.join(name).is_file());
         Found {
             ublk: ublk::probe().is_ok(),
             fuse: device("/dev/fuse"),
             control: device("/dev/loop-control"),
-            fusermount: std::env::split_paths(&path).any(|directory| directory.join("fusermount3").is_file()),
+            fusermount: program("fusermount3"),
+            swap_tools: program("mkswap") && program("swapon"),
         }
     }
 }
@@ -215,7 +222,7 @@ fn disk_works(rights: Rights, found: &Found) -> Way {
 }
 
 /// Swap needs a disk that is a block device, and a server that may protect itself.
-fn swap_works(disk: Way, rights: Rights) -> Way {
+fn swap_works(disk: Way, rights: Rights, tools: bool) -> Way {
     if let Some(why) = disk.why {
         return Way { works: false, why: Some(format!("it needs a block device, and disks work only {why}")) };
     }
@@ -225,6 +232,10 @@ fn swap_works(disk: Way, rights: Rights) -> Way {
     ];
     if let Some((_, lacking)) = needed.into_iter().find(|(has, _)| !has) {
         return Way { works: false, why: Some(format!("{lacking} is lacking")) };
+    }
+    if !tools {
+        let why = "mkswap and swapon (package util-linux) are not in PATH, which may lack /sbin and /usr/sbin";
+        return Way { works: false, why: Some(why.into()) };
     }
     let why = match rights.sys_resource {
         true => None,
@@ -248,7 +259,7 @@ fn mount_works(rights: Rights, fuse: Device, fusermount: bool) -> Way {
 fn run_works(
     kernel: &str,
     uffd: Result<userfaultfd::Granted, userfaultfd::Refused>,
-    no_object: Option<anyhow::Error>,
+    lacking: Option<anyhow::Error>,
 ) -> Way {
     let granted = match uffd {
         Ok(granted) => granted,
@@ -258,7 +269,7 @@ fn run_works(
     let why = if old || !granted.features.events() {
         Some("the kernel is too old: Linux 5.7 or newer is needed".to_owned())
     } else {
-        no_object.map(|error| format!("{error:#}"))
+        lacking.map(|error| format!("{error:#}"))
     };
     if why.is_some() {
         return Way { works: false, why };
@@ -367,10 +378,11 @@ mod tests {
     #[test]
     fn root_without_the_capabilities_of_root_is_told_which_ones_are_lacking() {
         let root = Rights { root: true, sys_admin: true, sys_resource: true, ipc_lock: true };
-        let found = Found { ublk: false, fuse: Device::Usable, control: Device::Usable, fusermount: false };
+        let found =
+            Found { ublk: false, fuse: Device::Usable, control: Device::Usable, fusermount: false, swap_tools: true };
         let (disk, mount) =
             (|rights| disk_works(rights, &found), |rights| mount_works(rights, found.fuse, found.fusermount));
-        let swap = |rights| swap_works(disk(rights), rights);
+        let swap = |rights| swap_works(disk(rights), rights, found.swap_tools);
         let why = |way: Way| (way.works, way.why.unwrap_or_default());
         for way in [disk(root), swap(root), mount(root)] {
             assert_eq!(why(way), (true, String::new()));
@@ -383,6 +395,7 @@ mod tests {
         lacks(why(swap(weak)), false, "CAP_SYS_ADMIN");
         lacks(why(mount(weak)), false, "CAP_SYS_ADMIN");
         lacks(why(swap(Rights { ipc_lock: false, ..root })), false, "CAP_IPC_LOCK");
+        lacks(why(swap_works(disk(root), root, false)), false, "mkswap");
         lacks(why(swap(Rights { sys_resource: false, ..root })), true, "--unprotected");
         let user = Rights { root: false, sys_admin: false, sys_resource: false, ipc_lock: false };
         lacks(why(disk(user)), true, "for root only");

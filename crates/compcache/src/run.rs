@@ -29,7 +29,7 @@ use std::time::Duration;
 use anyhow::Context;
 
 pub use failure::{STATUS_FAILED, say};
-pub use preflight::{explain as explain_refusal, find_object};
+pub use preflight::{explain as explain_refusal, find_object, rehearse};
 pub use signals::{die_by, was_ignored};
 
 use crate::cli::{Recompress, RunArgs};

@@ -12,6 +12,7 @@ use object::read::ReadCache;
 use crate::cli::{Evict, RunArgs};
 use crate::kernel::userfaultfd::{self, Features, Refused};
 use crate::run::failure::Failure;
+use crate::run::region::TreeRegion;
 use crate::run::{elf, program};
 
 /// The object that puts the pager into the program.
@@ -47,6 +48,12 @@ pub fn check(args: &RunArgs) -> Result<Ready, Failure> {
     let granted = userfaultfd::probe().map_err(|refused| anyhow::Error::msg(explain(&refused)))?;
     let eviction = eviction_way(args.evict, granted.features)?;
     Ok(Ready { program, ld_preload, eviction })
+}
+
+/// Whether programs could get `object`, and it what it shares with others: all that is checked and does not depend on the program.
+pub fn rehearse(object: &Path) -> anyhow::Result<()> {
+    ld_preload(object, std::env::var_os("LD_PRELOAD").as_deref())?;
+    TreeRegion::rehearse()
 }
 
 /// The preload object, which knows the same region as this program does.

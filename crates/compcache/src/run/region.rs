@@ -73,6 +73,13 @@ impl TreeRegion {
         Ok(tree)
     }
 
+    /// Whether one could be created; it is removed again.
+    pub fn rehearse() -> anyhow::Result<()> {
+        let mut tree = Self::create_somewhere()?;
+        tree.in_use = Some(false);
+        Ok(())
+    }
+
     fn create_somewhere() -> anyhow::Result<Self> {
         let mut failures = Vec::new();
         let mut too_large = false;

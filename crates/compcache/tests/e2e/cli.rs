@@ -330,6 +330,42 @@ fn the_doctor_agrees_with_run() {
     assert_eq!(output.status.success(), works, "{text}");
 }
 
+/// Where every program would be refused.
+#[test]
+fn the_doctor_agrees_with_run_where_the_object_or_its_region_has_no_place() {
+    let dir = scratch();
+    let blank = dir.path().join("a b");
+    fs::create_dir(&blank).expect("a directory");
+    fs::copy(preload(), blank.join("object.so")).expect("a copy");
+    let both = |words: &str, start: &dyn Fn() -> Command| {
+        let run = start().args(["run", "--ram", "64M", "true"]).output().expect("it can be started");
+        assert_eq!(run.status.code(), Some(125), "{}", said(&run));
+        assert!(said(&run).contains(words), "{}", said(&run));
+        let doctor = start().arg("doctor").output().expect("it can be started");
+        let text = String::from_utf8_lossy(&doctor.stdout);
+        assert!(doctor.status.code() == Some(1) && text.contains(words), "{text}");
+    };
+    if !requires(&[Feature::Userfaultfd]) {
+        return;
+    }
+    both("separates paths by blanks", &|| {
+        let mut command = Command::new(compcache());
+        command.env("COMPCACHE_PRELOAD", blank.join("object.so"));
+        command
+    });
+    if !requires(&[Feature::Root, Feature::Program("unshare")]) {
+        return;
+    }
+    let read_only =
+        "for d in /dev/shm /tmp; do mount --bind $d $d && mount -o remount,bind,ro $d || exit; done; exec \"$@\"";
+    both("Make one of these directories writable", &|| {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", read_only, "sh"]).arg(compcache());
+        command.env("COMPCACHE_PRELOAD", preload()).env_remove("TMPDIR");
+        command
+    });
+}
+
 #[test]
 fn both_codecs_keep_the_contents() {
     let _shared = beside_others();
