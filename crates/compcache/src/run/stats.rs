@@ -230,7 +230,17 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         line if matches!(known, Some(Trouble::Bug | Trouble::LostPage | Trouble::NotMeant | Trouble::Changes)) => {
             format!("{what} (at line {line})")
         }
-        errno => format!("{what} ({})", Errno::from_raw_os_error(errno as i32)),
+        errno => {
+            let errno = Errno::from_raw_os_error(errno as i32);
+            let remedy = match known {
+                // Who started it has it: else nothing would have been started.
+                Some(Trouble::NoUserfaultfd) => {
+                    "; if it changed its user, that user needs it: by sysctl vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd"
+                }
+                _ => "",
+            };
+            format!("{what} ({errno}){remedy}")
+        }
     })
 }
 
@@ -363,6 +373,7 @@ mod tests {
         assert_eq!(trouble(0, 0), None);
         let told = trouble(Trouble::NoUserfaultfd as u32, 1).unwrap();
         assert!(told.contains("userfaultfd was refused (") && told.contains("permitted"), "{told}");
+        assert!(told.contains("changed its user") && told.contains("vm.unprivileged_userfaultfd=1"), "{told}");
         assert!(trouble(Trouble::LostPage as u32, 0).unwrap().ends_with("wrong bytes"));
     }
 }

@@ -25,7 +25,6 @@ fn write_summary(out: &mut String, stats: &Stats, program: &str) -> fmt::Result 
     } else {
         write_screen(out, stats, program)?;
     }
-    write_growth(out, stats)?;
     if let Some(what) = &stats.trouble {
         writeln!(out, "  WARNING: {what}.")?;
         writeln!(out, "  What runs unpaged counts in no limit; `compcache doctor` shows what this machine permits.")?;
@@ -34,7 +33,7 @@ fn write_summary(out: &mut String, stats: &Stats, program: &str) -> fmt::Result 
         let copies = stats.unpaged_copies;
         writeln!(out, "  note: {copies} copies made past the C library (a bare clone) ran correctly, but unpaged.")?;
     }
-    Ok(())
+    write_growth(out, stats)
 }
 
 /// Nothing had to be compressed.
@@ -108,6 +107,13 @@ fn write_screen(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
 fn write_growth(out: &mut String, stats: &Stats) -> fmt::Result {
     let over = |peak: u64, limit: u64, share| (limit != 0 && peak > limit + limit / share).then(|| Shown(peak - limit));
     let (total, ram) = (stats.total_peak_bytes, stats.ram_limit_bytes);
+    if stats.trouble.is_some() || stats.unpaged_copies != 0 {
+        // The reason stands above: neither the content, nor what another limit or codec would help.
+        let limits = [("--ram", total, ram), ("--resident", stats.resident_peak_bytes, stats.resident_limit_bytes)];
+        let mut exceeded =
+            limits.into_iter().filter_map(|(name, peak, limit)| Some((name, over(peak, limit, GAP_SHARE)?)));
+        return exceeded.try_for_each(|(name, over)| writeln!(out, "  over {name} by {over}."));
+    }
     if let Some(over) = over(total, ram, GAP_SHARE) {
         let (stored, compressed) = (stats.orig_data_peak_bytes, stats.compr_data_at_peak_bytes);
         let why = match stored < 2 * compressed {
@@ -227,6 +233,19 @@ mod tests {
     fn growth_over_the_limit_says_what_would_help() {
         let text = render(&Stats { total_peak_bytes: 700 * MIB, ..stats() }, "sort");
         assert!(text.contains("over --ram by 188.0 MiB") && text.contains("--codec zstd"), "{text}");
+    }
+
+    #[test]
+    fn growth_of_what_ran_unpaged_is_not_laid_to_the_content() {
+        let grown = || Stats { total_peak_bytes: 700 * MIB, ..stats() };
+        let trouble = Stats { trouble: Some("userfaultfd was refused".into()), ..grown() };
+        for (stats, why) in [(trouble, "userfaultfd was refused"), (Stats { unpaged_copies: 2, ..grown() }, "unpaged")]
+        {
+            let text = render(&stats, "sort");
+            let (warned, told) = (text.find(why), text.find("over --ram by 188.0 MiB.\n"));
+            assert!(warned.is_some() && warned < told, "{text}");
+            assert!(!text.contains("would help") && !text.contains("compresses badly"), "{text}");
+        }
     }
 
     #[test]
