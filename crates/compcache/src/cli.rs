@@ -259,13 +259,13 @@ pub struct CreateArgs {
     pub codec: Codec,
 
     /// What becomes of blocks that were not used for a while: zstd or zstd:LEVEL compresses sixteen of them together, to half of what
-    /// they take under lz4; reading one takes longer then. none leaves them as they are
-    #[arg(long, value_name = "HOW", default_value = "zstd:3", value_parser = recompress_level)]
-    pub recompress: RecompressLevel,
+    /// they take under lz4; reading one takes longer then. none leaves them as they are. Not with an origin [default: zstd:3]
+    #[arg(long, value_name = "HOW", value_parser = recompress_level)]
+    pub recompress: Option<RecompressLevel>,
 
-    /// How long that while is, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = seconds)]
-    pub recompress_after: f64,
+    /// How long that while is, in seconds [default: 60]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub recompress_after: Option<f64>,
 
     /// How its users get to it
     #[arg(long, value_name = "WAY", default_value = "auto")]
@@ -387,7 +387,7 @@ pub struct MountArgs {
     /// The directory it is mounted on; may be the same
     pub target: PathBuf,
 
-    /// The most memory that pages, tables and index take
+    /// The most memory that pages, tables and index take, 1M or more
     #[arg(long, value_name = "SIZE", default_value = "10%")]
     pub memory: Size,
 
@@ -450,7 +450,7 @@ pub struct RemountArgs {
     /// Where it is mounted
     pub target: PathBuf,
 
-    /// Its new limit; what does not fit any more is dropped
+    /// Its new limit, 1M or more; what does not fit any more is dropped. 0: nothing is kept
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<Size>,
 

@@ -28,6 +28,10 @@ use crate::size::{Shown, Size};
 /// Of the cache of a disk with an origin, unless told otherwise.
 const CACHE_SIZE: Size = Size::PercentOfRam(10.0);
 
+/// Of what was said of blocks that nobody compresses again.
+pub const NOT_RECOMPRESSED: &str =
+    "blocks of a disk for swap, or with an origin, are not recompressed; leave --recompress and --recompress-after out";
+
 /// Does what was asked of a disk.
 pub fn disk(command: DiskCommand) -> ExitCode {
     match command {
@@ -76,6 +80,10 @@ fn create(args: CreateArgs, caught: &Caught) -> anyhow::Result<String> {
     if args.memory.is_some() && args.origin.is_none() {
         bail!("--memory is for the cache of an --origin; the limit of a disk in RAM is --limit");
     }
+    if args.origin.is_some() && (args.recompress.is_some_and(|how| how.0.is_some()) || args.recompress_after.is_some())
+    {
+        bail!(NOT_RECOMPRESSED);
+    }
     let at = match (args.transport, args.nbd_tcp) {
         (Transport::Loop | Transport::Ublk, _) if args.nbd_tcp.is_some() || args.nbd_socket.is_some() => {
             bail!("--transport loop and ublk make a block device, --nbd-tcp and --nbd-socket an NBD export; choose one")
@@ -102,8 +110,8 @@ fn create(args: CreateArgs, caught: &Caught) -> anyhow::Result<String> {
         at,
         for_swap: false,
         unprotected: false,
-        recompress: Some(args.recompress.to_string()),
-        recompress_after_ms: Some(milliseconds(args.recompress_after)),
+        recompress: args.recompress.map(|level| level.to_string()),
+        recompress_after_ms: args.recompress_after.map(milliseconds),
     };
     let backing = args.backing.map(|path| backing_wanted(path, &args.backing_options, ram_bytes)).transpose()?;
     let daily_bytes = backing.as_ref().and_then(|backing| backing.daily_bytes);

@@ -29,6 +29,9 @@ use crate::kernel::ram_bytes;
 use crate::run::{STATUS_FAILED, say};
 use crate::size::{Shown, Size};
 
+/// Tables alone take more than a lower limit.
+const MEMORY_LEAST_BYTES: u64 = 1 << 20;
+
 /// What our mounts are called in the table of mounts.
 const KIND: &str = "fuse.compcache";
 
@@ -51,6 +54,7 @@ pub fn mount(args: MountArgs, arguments: &[OsString]) -> ExitCode {
 
 fn serve(mut args: MountArgs) -> anyhow::Result<()> {
     let forbidden = options::apply(&mut args)?;
+    refuse_little(args.memory.bytes(ram_here()))?;
     let mut signals = EndSignals::new()?;
     let options = MountOptions {
         allow_other: args.allow_other,
@@ -94,6 +98,13 @@ fn ram_here() -> u64 {
     cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes())
 }
 
+fn refuse_little(memory_bytes: u64) -> anyhow::Result<()> {
+    if memory_bytes < MEMORY_LEAST_BYTES {
+        bail!("--memory {} has no room for pages and tables; write 10%, or 1M at least", Shown(memory_bytes));
+    }
+    Ok(())
+}
+
 /// Changes settings.
 pub fn remount(args: &RemountArgs) -> ExitCode {
     ended(changed(args).map(|()| String::new()))
@@ -112,7 +123,8 @@ fn changed(args: &RemountArgs) -> anyhow::Result<()> {
         ours(&args.target)?;
         // A share is of what there is where it is served, which may be in another memory cgroup.
         let limit = match memory {
-            Size::Bytes(bytes) => bytes.to_string(),
+            Size::Bytes(0) => "0".into(),
+            Size::Bytes(bytes) => refuse_little(bytes).map(|()| bytes.to_string())?,
             Size::PercentOfRam(percent) => format!("{percent}%"),
         };
         set("user.compcache.memory", limit)?;

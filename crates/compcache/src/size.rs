@@ -59,7 +59,9 @@ impl FromStr for Size {
         // Whole numbers stay exact: a double has 53 bits only.
         let bytes = match number.parse::<u64>() {
             Ok(whole) => whole.checked_mul(1 << shift),
-            Err(_) if shift == 0 => bail!("half a byte? Write a unit behind {number}: K, M, G or T"),
+            Err(_) if shift == 0 && number.contains('.') => {
+                bail!("half a byte? Write a unit behind {number}: K, M, G or T")
+            }
             Err(_) => Some(value * (1u64 << shift) as f64).filter(|bytes| *bytes < 2f64.powi(63)).map(|b| b as u64),
         };
         let bytes = bytes.filter(|bytes| *bytes < 1 << 63).with_context(|| format!("{text} is too large"))?;
@@ -108,6 +110,11 @@ mod tests {
         for text in ["", "M", "-5M", "1.2.3M", "5X", "5Mi", "1.5", "9999999999T", "16777216T", "99999999999999999999"] {
             assert!(text.parse::<Size>().is_err(), "{text}");
         }
+        let why = |text: &str| text.parse::<Size>().unwrap_err().to_string();
+        for text in ["99999999999999999999", "9223372036854775808", "99999999999999999999M", "16777216T"] {
+            assert!(why(text).contains("too large"), "{}", why(text));
+        }
+        assert!(why("1.5").contains("unit"), "{}", why("1.5"));
     }
 
     #[test]

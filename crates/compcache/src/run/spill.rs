@@ -4,7 +4,7 @@
 //! |-------------------------|-----------------------------------------------------------------------------------------|
 //! | a directory             | each process of the tree makes a file without a name in it                              |
 //! | nothing is there        | is made (mode 0600) and has no name any more at once, to see that it can; the processes' files lie beside it |
-//! | an empty file           | as if nothing were there                                                                |
+//! | an empty file           | as if nothing were there; not by a link, which would go in its place                      |
 //! | anything else           | refused: nobody's data is overwritten                                                   |
 //!
 //! No file has a name while anything is in it, so their room comes back when the processes end, however they end.
@@ -77,6 +77,10 @@ fn directory(path: &Path) -> anyhow::Result<PathBuf> {
         Ok(there) if there.len() > 0 => bail!(
             "--spill {shown} is a file with something in it, which is not overwritten; name another, or a directory"
         ),
+        // Its name would be taken off, and files made beside that.
+        Ok(_) if path.is_symlink() => {
+            bail!("--spill {shown} is a link to a file; name that file, or the directory that the files shall lie in")
+        }
         Ok(_) => true,
         Err(_) => false,
     };
@@ -179,6 +183,11 @@ mod tests {
         assert_eq!(fs::read_to_string(&path).unwrap(), "x");
         assert!(refusal(Path::new("/dev/null")).contains("neither"));
         assert!(refusal(&dir.path().join("no/such")).contains("cannot make"));
+        let (empty, link) = (dir.path().join("empty"), dir.path().join("link"));
+        fs::write(&empty, "").unwrap();
+        std::os::unix::fs::symlink(&empty, &link).unwrap();
+        assert!(refusal(&link).contains("is a link"));
+        assert!(empty.exists() && link.is_symlink());
         let none = Limits { ram_bytes: 0, resident_bytes: 1 << 30 };
         assert!(SpillPlace::choose(Some(dir.path()), None, &none, true).unwrap_err().message().contains("--ram"));
     }

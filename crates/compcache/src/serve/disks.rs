@@ -14,6 +14,7 @@ use crate::cli::{Codec, Recompress, RecompressLevel};
 use crate::control::{
     BackingWanted, Change, Create, DiskState, Durations, Latencies, OriginWanted, Reply, Request, Served,
 };
+use crate::disk::NOT_RECOMPRESSED;
 use crate::kernel::ram_bytes;
 use crate::serve::backing::{self, DiskBacking};
 use crate::serve::cold::{Cold, Done};
@@ -23,8 +24,6 @@ use crate::serve::wire::{Claimed, Wire};
 use crate::size::Shown;
 
 const NAME_BYTES_MAX: usize = 32;
-const NOT_RECOMPRESSED: &str =
-    "blocks of a disk for swap, or with an origin, are not recompressed; leave them as they are (none)";
 
 /// All disks, and the store they share.
 pub struct Disks {
@@ -299,7 +298,8 @@ impl Disks {
         // What can fail comes first.
         let codec = change.codec.as_deref().map(str::parse::<Codec>).transpose()?;
         let recompress = recompress(attached.recompress, change.recompress.as_deref(), change.recompress_after_ms)?;
-        if recompress.level.is_some() && (attached.for_swap || matches!(attached.shows, Shows::Origin(_))) {
+        let asked = recompress.level.is_some() || change.recompress_after_ms.is_some();
+        if asked && (attached.for_swap || matches!(attached.shows, Shows::Origin(_))) {
             bail!(NOT_RECOMPRESSED);
         }
         let backing = match (&change.backing, &attached.backing) {

@@ -226,6 +226,8 @@ fn an_origin_that_cannot_be_had_is_refused_with_the_reason_and_stays_as_it_is() 
     refuses("/dev/null", &[], &["neither a block device nor a file"]);
     refuses(&path("small"), &[], &["6 bytes"]);
     refuses(&file, &["--memory", "100K"], &["--memory", "1M"]);
+    refuses(&file, &["--recompress", "zstd:9"], &["are not recompressed"]);
+    refuses(&file, &["--recompress-after", "1"], &["are not recompressed"]);
     refuses(&file, &["--memory", "1000T"], &["too large", "--memory"]);
     refuses(&file, &["--size", "1G"], &["--size", "--origin"]);
     refuses(&file, &["--mkfs", "ext4"], &["--mkfs", "--origin"]);
@@ -242,6 +244,7 @@ fn an_origin_that_cannot_be_had_is_refused_with_the_reason_and_stays_as_it_is() 
     server.refuses(&["disk", "reset", "o"], &["stays as it is", &file]);
     server.refuses(&["disk", "change", "o", "--limit", "0"], &["limit"]);
     server.refuses(&["disk", "change", "o", "--limit", "64K"], &["--limit", "1M"]);
+    server.refuses(&["disk", "change", "o", "--recompress-after", "5"], &["are not recompressed"]);
     server.refuses(&["disk", "change", "o", "--limit", "1000T"], &["too large"]);
     server.ok(&["disk", "change", "o", "--limit", "2M", "--codec", "zstd:3"]);
     assert_eq!(server.stat("o", "memlimit"), 2 << 20);

@@ -55,3 +55,22 @@ fn a_mount_that_forbids_writing_is_changed_by_who_may_change_it() {
     assert_eq!(set("much"), Err(Errno::INVAL));
     assert_eq!(tree.stat("memlimit"), 16 << 20);
 }
+
+#[test]
+fn a_limit_without_room_for_pages_is_refused_and_none_is_not() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let directory = scratch();
+    let at = directory.path().display().to_string();
+    for memory in [["--memory", "0"], ["--memory", "1023K"], ["-o", "memory=4096"]] {
+        let output = Command::new(compcache()).arg("mount").args(memory).args([&at, &at]).output().unwrap();
+        assert!(said(&output).contains("1M at least"), "{}", said(&output));
+    }
+    let tree = Tree::mounted(&["--memory", "1M"]);
+    let output = Command::new(compcache()).args(["remount", "--memory", "1K"]).arg(tree.target()).output().unwrap();
+    assert!(!output.status.success() && said(&output).contains("1M at least"), "{}", said(&output));
+    assert_eq!(tree.stat("memlimit"), 1 << 20);
+    tree.ok(&["remount", "--memory", "0"]);
+    assert_eq!(tree.stat("memlimit"), 0);
+}
