@@ -155,7 +155,7 @@ pub struct DoctorArgs {
 
 /// Own compressed RAM disks, until ended by a signal
 ///
-/// Stays in the foreground, for a terminal or a service manager; the commands of `compcache disk` ask it for what they do.
+/// Stays in the foreground (without --background), for a terminal or a service manager; the commands of `compcache disk` ask it for what they do.
 /// What the disks hold is in its memory, and is gone when it ends. Under systemd it takes the socket it is handed over,
 /// and says when it is ready. While a disk is in use no signal but SIGKILL ends it: SIGTERM does as soon as none is, ^C not.
 /// Signals that are ignored when it starts (nohup) stay so.
@@ -169,6 +169,14 @@ pub struct ServeArgs {
     /// [default: 50%, and 80% from when a disk is swapped to]
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<Size>,
+
+    /// Return when it can be asked, and go on in the background. What it would say later (that a backing is full, why it does not end) nobody hears
+    #[arg(long)]
+    pub background: bool,
+
+    /// Standard input is whoever waits for the server.
+    #[arg(long, hide = true)]
+    pub background_inner: bool,
 }
 
 /// Which server is meant.

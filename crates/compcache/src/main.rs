@@ -2,6 +2,7 @@
 
 #![deny(unsafe_code)]
 
+mod background;
 mod cgroup;
 mod cli;
 mod control;
@@ -29,7 +30,7 @@ fn main() -> ExitCode {
     let arguments = mount::options::of_mount_command(&arguments).unwrap_or(arguments);
     match Cli::parse_from(&arguments).command {
         Command::Run(args) => run::run(args),
-        Command::Serve(args) => serve::serve(&args),
+        Command::Serve(args) => serve::serve(&args, &arguments),
         Command::Disk { command } => disk::disk(command),
         Command::Swap { command } => swap::swap(command),
         Command::Mount(args) => mount::mount(args, &arguments),

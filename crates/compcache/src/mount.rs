@@ -1,9 +1,8 @@
 //! `compcache mount` and `umount`: a file tree whose pages are kept compressed.
 //!
-//! The process that mounts is the one that serves, in the foreground unless asked otherwise ([`background`]). It works outside of what it serves: its directory is the
+//! The process that mounts is the one that serves, in the foreground unless asked otherwise ([`crate::background`]). It works outside of what it serves: its directory is the
 //! root, so that it holds no place of the mount itself.
 
-mod background;
 pub mod options;
 
 use std::collections::BTreeMap;
@@ -21,6 +20,7 @@ use rustix::fs::{XattrFlags, getxattr, getxattr_query, setxattr};
 use rustix::io::Errno;
 use sd_notify::NotifyState;
 
+use crate::background;
 use crate::cgroup;
 use crate::cli::{MountArgs, RemountArgs, ShowArgs, UmountArgs};
 use crate::disk::ended;
@@ -37,12 +37,7 @@ const KIND: &str = "fuse.compcache";
 
 /// Mounts, and serves until it is unmounted. `arguments` are all that this program was given.
 pub fn mount(args: MountArgs, arguments: &[OsString]) -> ExitCode {
-    let served = if args.background {
-        let inner = |word: &OsString| if word == "--background" { "--background-inner".into() } else { word.clone() };
-        background::start(&arguments.iter().skip(1).map(inner).collect::<Vec<_>>())
-    } else {
-        serve(args).map(|()| ExitCode::SUCCESS)
-    };
+    let served = if args.background { background::start(arguments) } else { serve(args).map(|()| ExitCode::SUCCESS) };
     match served {
         Ok(status) => status,
         Err(error) => {
@@ -70,7 +65,7 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
     let mount = Mount::new(&options)?;
     let at = mount.at().clone();
     if args.background_inner {
-        background::mounted()?;
+        background::begun()?;
     } else {
         say(&format!(
             "compcache: {} is mounted on {}; its pages may take {} of memory\n",

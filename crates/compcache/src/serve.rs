@@ -1,6 +1,6 @@
 //! `compcache serve`: the process that owns the disks.
 //!
-//! It stays in the foreground, as systemd and every other supervisor want it; the other commands ask it through
+//! It stays in the foreground, as systemd and every other supervisor want it, unless asked otherwise ([`crate::background`]); the other commands ask it through
 //! [`crate::control`] and start nothing by themselves. What its disks hold is in its memory and ends with it.
 //!
 //! | thread     | does                                                     |
@@ -30,6 +30,7 @@ mod relief;
 mod safe;
 mod wire;
 
+use std::ffi::OsString;
 use std::fmt::{self, Display, Formatter};
 use std::path::{PathBuf, absolute};
 use std::process::ExitCode;
@@ -45,6 +46,7 @@ use listenfd::ListenFd;
 use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 
+use crate::background;
 use crate::cgroup;
 use crate::cli::ServeArgs;
 use crate::control::{Control, default_socket};
@@ -69,10 +71,14 @@ const SWAP_LIMIT: Size = Size::PercentOfRam(80.0);
 /// Addresses that a store can have at most.
 const RESERVE_BYTES_MAX: u64 = 512 << 30;
 
-/// Serves until a signal asks it to end and no disk is in use.
-pub fn serve(args: &ServeArgs) -> ExitCode {
-    match serve_until_told(args) {
-        Ok(()) => ExitCode::SUCCESS,
+/// Serves until a signal asks it to end and no disk is in use. `arguments` are all that this program was given.
+pub fn serve(args: &ServeArgs, arguments: &[OsString]) -> ExitCode {
+    let served = match args.background {
+        true => background::start(arguments),
+        false => serve_until_told(args).map(|()| ExitCode::SUCCESS),
+    };
+    match served {
+        Ok(status) => status,
         Err(error) => {
             say(&format!("compcache: {error:#}\n"));
             STATUS_FAILED.into()
@@ -106,7 +112,12 @@ fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
     control.answer(disks.clone())?;
     // Nobody listens where no service manager is; nothing depends on it.
     let _ = sd_notify::notify(&[NotifyState::Ready]);
-    say(&format!("compcache: serving at {}; all disks together may take {limits} of memory\n", socket.display()));
+    if args.background_inner {
+        std::env::set_current_dir("/").context("cannot leave the working directory")?;
+        background::begun()?;
+    } else {
+        say(&format!("compcache: serving at {}; all disks together may take {limits} of memory\n", socket.display()));
+    }
     // Whoever uses a disk would lose what it holds.
     signals.wait_until(|| disks.remove_all());
     // Said before, a service manager would kill us for not ending.

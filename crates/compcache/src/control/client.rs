@@ -30,7 +30,7 @@ fn explain(socket: &Path, error: std::io::Error) -> anyhow::Error {
     let socket = socket.display();
     match error.kind() {
         ErrorKind::NotFound | ErrorKind::ConnectionRefused => anyhow!(
-            "no server answers at {socket}; start one with `compcache serve`, in another terminal or as a service, \
+            "no server answers at {socket}; start one with `compcache serve --background`, or as a service, \
              or name its socket with --socket"
         ),
         ErrorKind::PermissionDenied => {

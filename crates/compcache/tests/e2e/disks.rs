@@ -15,6 +15,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::{Signal, kill_process};
 
 use crate::support::{
     Mounted, PATIENCE, Server, Stopped, Tree, ask, backing_file, can_mount, compcache, said, sample_until, scratch,
@@ -134,6 +136,28 @@ fn a_second_server_at_the_same_socket_is_refused_and_the_first_goes_on() {
 fn a_server_without_room_for_any_disk_is_refused() {
     let refused = refused_server(&scratch().path().join("control"), &["--memory", "0"]);
     assert!(!refused.status.success() && said(&refused).contains("--memory 0"), "{}", said(&refused));
+}
+
+#[test]
+fn a_server_in_the_background_can_be_asked_at_once() {
+    let directory = scratch();
+    let socket = directory.path().join("control");
+    let serve = || {
+        let mut command = Command::new(compcache());
+        command.current_dir(&directory).args(["serve", "--background", "--socket", "control"]);
+        // Its output ends when everybody who has it has let go of it.
+        command.output().expect("compcache can be started")
+    };
+    let output = serve();
+    assert!(output.status.success(), "{}", said(&output));
+    let create = ask(&socket, &["disk", "create", "--name", "d", "--size", "1M", "--transport", "nbd"]);
+    // Who serves is known by the one who answers.
+    let peer = UnixStream::connect(&socket).and_then(|stream| Ok(socket_peercred(stream)?)).expect("it answers").pid;
+    let again = serve();
+    kill_process(peer, Signal::TERM).expect("it runs");
+    sample_until("it has ended", 20, || (!socket.exists()).then_some(()));
+    assert!(create.status.success(), "{}", said(&create));
+    assert!(!again.status.success() && said(&again).contains("already"), "{}", said(&again));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Serving in the background: who asked is told when it is mounted, or why not, and goes on.
+//! Serving in the background, a mount or disks: who asked is told when it is there, or why not, and goes on.
 //!
 //! Another process of ours serves. Its standard input is a pipe to the one that was asked, which waits for a word; then it lets go of
 //! all that was the asker's (terminal, output, session), for those who wait for the end of that would wait for it. What else he has open it does not get.
@@ -15,11 +15,14 @@ use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout, stdin};
 
 use crate::run::STATUS_FAILED;
 
-/// Has `arguments` (of this program) served by another process; returns when that has mounted, or has said why not and ended.
+/// Has what `arguments` (of this program, its name first) ask for served by another process, which finds `--background-inner` for
+/// `--background`; returns when that can be used, or has said why not and ended.
 ///
 /// # Errors
 /// It cannot be started, or ended in another way.
 pub fn start(arguments: &[OsString]) -> anyhow::Result<ExitCode> {
+    let inner = |word: &OsString| if word == "--background" { "--background-inner".into() } else { word.clone() };
+    let arguments = arguments.iter().skip(1).map(inner);
     let (mut heard, told) = pipe().context("cannot make a pipe")?;
     let program = std::env::current_exe().context("cannot find this program")?;
     inherit_nothing().context("cannot tell what is open")?;
@@ -27,11 +30,11 @@ pub fn start(arguments: &[OsString]) -> anyhow::Result<ExitCode> {
     let mut child =
         Command::new(program).args(arguments).stdin(told).spawn().context("cannot start another process")?;
     let mut word = [0];
-    if heard.read(&mut word).context("cannot wait for the mount")? == 1 {
+    if heard.read(&mut word).context("cannot wait for it")? == 1 {
         return Ok(ExitCode::SUCCESS);
     }
-    match child.wait().context("cannot wait for the mount")?.code() {
-        Some(0) => bail!("it was unmounted at once"),
+    match child.wait().context("cannot wait for it")?.code() {
+        Some(0) => bail!("it ended at once"),
         // It has said why.
         Some(_) => Ok(STATUS_FAILED.into()),
         None => bail!("what was to serve it was killed"),
@@ -50,15 +53,15 @@ fn inherit_nothing() -> io::Result<()> {
     Ok(())
 }
 
-/// Says that it is mounted, and lets go of everything of the asker's.
+/// Says that it can be used, and lets go of everything of the asker's.
 ///
 /// # Errors
 /// There is no /dev/null.
-pub fn mounted() -> anyhow::Result<()> {
+pub fn begun() -> anyhow::Result<()> {
     let null = OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null")?;
     // It leads a session of its own already if a service manager started it.
     let _ = setsid();
-    // Who asked may be gone; it is mounted all the same.
+    // Who asked may be gone; it is there all the same.
     let _ = rustix::io::write(stdin(), b"\n");
     dup2_stdin(&null).context("cannot let go of the input")?;
     dup2_stdout(&null).context("cannot let go of the output")?;
