@@ -165,6 +165,22 @@ fn signals_that_are_ignored_or_blocked_are_so_for_the_program() {
     }
 }
 
+#[test]
+fn standard_descriptors_that_are_closed_are_so_for_the_program() {
+    let _shared = beside_others();
+    let which = "s=1; for n in 0 1 2; do s=$((s * 2)); if [ -e /proc/$$/fd/$n ]; then s=$((s + 1)); fi; done; exit $s";
+    let compcache = compcache().display().to_string();
+    let ours = [compcache.as_str(), "run", "--ram", "64M", "--quiet", "--"];
+    for (closed, status) in [("", 15), ("<&-", 11), (">&-", 13), ("2>&-", 14), ("<&- >&- 2>&-", 8)] {
+        for between in [&[][..], &ours] {
+            let mut command = Command::new("sh");
+            command.args(["-c", &format!("exec \"$@\" {closed}"), "sh"]).args(between).args(["sh", "-c", which]);
+            let ended = command.env("COMPCACHE_PRELOAD", preload()).status().expect("a shell can be started");
+            assert_eq!(ended.code(), Some(status), "{closed} {between:?}");
+        }
+    }
+}
+
 /// Runs a shell's `script` under a compcache that is the first process of a container.
 fn in_a_container(script: &str) -> Output {
     let mut command = Command::new("unshare");

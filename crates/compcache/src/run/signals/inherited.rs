@@ -1,7 +1,7 @@
-//! What a program inherits of signals: which are ignored, and which are blocked.
+//! What a program inherits of signals: which are ignored, and which are blocked; and which of the three standard descriptors are closed.
 //!
-//! Before `main` the Rust runtime ignores SIGPIPE, and what it starts has the default in any case. So we look before the
-//! runtime does, and set again what we found between fork and exec, after std has set its own.
+//! Before `main` the Rust runtime ignores SIGPIPE, and what it starts has the default in any case; in the place of standard descriptors that are
+//! closed it opens /dev/null. So we look before the runtime does, and set again what we found between fork and exec, after std has set its own.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -17,6 +17,9 @@ const SIGNALS: i32 = 64;
 
 /// One bit a signal: ignored when this process was started.
 static IGNORED: AtomicU64 = AtomicU64::new(0);
+
+/// One bit a standard descriptor: closed when this process was started.
+static CLOSED: AtomicU64 = AtomicU64::new(0);
 
 /// The C library calls what stands in this section before it calls `main`.
 #[used]
@@ -34,6 +37,12 @@ extern "C" fn look() {
             IGNORED.fetch_or(bit(signal), Relaxed);
         }
     }
+    for descriptor in 0..=libc::STDERR_FILENO {
+        // SAFETY: it reads a flag.
+        if unsafe { libc::fcntl(descriptor, libc::F_GETFD) } < 0 {
+            CLOSED.fetch_or(1 << descriptor, Relaxed);
+        }
+    }
 }
 
 fn bit(signal: i32) -> u64 {
@@ -45,7 +54,7 @@ pub fn was_ignored(signal: i32) -> bool {
     IGNORED.load(Relaxed) & bit(signal) != 0
 }
 
-/// Starts `command` with what was ignored and blocked when we were started, and then does `then` before a signal can come
+/// Starts `command` with what was ignored, blocked and closed when we were started, and then does `then` before a signal can come
 /// to us. Afterwards none is blocked here: a signal that the program has blocked waits there, not at us.
 ///
 /// A signal that comes to the new process before its exec does what it would do without us, provided that nothing the
@@ -58,6 +67,11 @@ pub fn spawn(command: &mut Command, then: impl FnOnce() -> io::Result<()>) -> io
             // Others that were ignored still are; of these std and we have changed what is done.
             for signal in [SIGPIPE, SIGCHLD].into_iter().filter(|signal| was_ignored(*signal)) {
                 libc::signal(signal, libc::SIG_IGN);
+            }
+            // What std still needs has a higher number.
+            for descriptor in (0..=libc::STDERR_FILENO).filter(|descriptor| CLOSED.load(Relaxed) >> descriptor & 1 == 1)
+            {
+                libc::close(descriptor);
             }
             libc::pthread_sigmask(libc::SIG_SETMASK, &before, null_mut());
             Ok(())
