@@ -27,7 +27,7 @@ fn write_summary(out: &mut String, stats: &Stats, program: &str) -> fmt::Result 
     }
     if let Some(what) = &stats.trouble {
         writeln!(out, "  WARNING: {what}.")?;
-        writeln!(out, "  What runs unpaged counts in no limit; `compcache doctor` shows what this machine permits.")?;
+        writeln!(out, "  What runs unpaged is held to no limit; `compcache doctor` shows what this machine permits.")?;
     }
     if stats.unpaged_copies != 0 {
         let copies = stats.unpaged_copies;
