@@ -3,6 +3,7 @@
 CARGO     ?= cargo
 PREFIX    ?= /usr/local
 DESTDIR   ?=
+UNITS     ?= $(PREFIX)/lib/systemd/system
 TARGET    := $(abspath $(or $(CARGO_TARGET_DIR),target))
 RELEASE   := $(TARGET)/release
 WORKSPACE := --workspace --exclude compcache-preload
@@ -71,11 +72,21 @@ ci:
 man: build
 	$(RELEASE)/compcache man docs/man
 
+# Units look for the program where it is installed, and completions where the shells do.
 install: build
 	install -D -m 755 $(RELEASE)/compcache $(DESTDIR)$(PREFIX)/bin/compcache
 	install -D -m 755 $(RELEASE)/libcompcache_preload.so $(DESTDIR)$(PREFIX)/lib/compcache/libcompcache_preload.so
 	install -d $(DESTDIR)$(PREFIX)/share/man/man1
 	install -m 644 docs/man/*.1 $(DESTDIR)$(PREFIX)/share/man/man1
+	install -d $(DESTDIR)$(UNITS)
+	for unit in units/*; do \
+		sed 's,/usr/local/bin,$(PREFIX)/bin,' $$unit >$(DESTDIR)$(UNITS)/$${unit#units/} || exit 1; \
+		chmod 644 $(DESTDIR)$(UNITS)/$${unit#units/} || exit 1; \
+	done
+	install -d $(addprefix $(DESTDIR)$(PREFIX)/share/,bash-completion/completions zsh/site-functions fish/vendor_completions.d)
+	$(RELEASE)/compcache completions bash >$(DESTDIR)$(PREFIX)/share/bash-completion/completions/compcache
+	$(RELEASE)/compcache completions zsh >$(DESTDIR)$(PREFIX)/share/zsh/site-functions/_compcache
+	$(RELEASE)/compcache completions fish >$(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/compcache.fish
 
 clean:
 	$(CARGO) clean

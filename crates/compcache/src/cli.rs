@@ -485,7 +485,7 @@ pub struct ShowArgs {
     pub server: ServerArgs,
 
     /// Which disk; or, with a slash in it, where a tree is mounted
-    pub name: String,
+    pub name: OsString,
 
     /// Under the names, and in the units, of ramzswap
     #[arg(long, conflicts_with = "json")]

@@ -58,14 +58,14 @@ pub fn list(args: &ListArgs) -> ExitCode {
 
 /// All that is known of one disk; or of a mount, which is a path.
 pub fn show(args: &ShowArgs) -> ExitCode {
-    if args.name.contains('/') {
+    if args.name.as_encoded_bytes().contains(&b'/') {
         return mount::show(args);
     }
-    let disk = one_disk(&args.server, Request::Show { name: args.name.clone() });
+    let shown = args.name.display();
+    let name = args.name.to_str().with_context(|| format!("{shown} is not text (UTF-8), as the names of disks are"));
+    let disk = name.and_then(|name| one_disk(&args.server, Request::Show { name: name.to_owned() }));
     let disk = disk.map_err(|error| match Path::new(&args.name).is_dir() {
-        true => {
-            error.context(format!("{0} was taken for a disk's name; a mount is named with a slash: ./{0}", args.name))
-        }
+        true => error.context(format!("{shown} was taken for a disk's name; a mount is named with a slash: ./{shown}")),
         false => error,
     });
     ended(disk.map(|disk| match args {

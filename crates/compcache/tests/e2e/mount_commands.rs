@@ -1,8 +1,10 @@
 //! Mounts as who asks for them meets them: what is let go of, what is changed later, what is refused.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io::{Read, pipe};
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -61,10 +63,8 @@ fn a_limit_without_room_for_pages_is_refused_and_none_is_not() {
     if !can_mount(&[]) {
         return;
     }
-    let directory = scratch();
-    let at = directory.path().display().to_string();
     for memory in [["--memory", "0"], ["--memory", "1023K"], ["-o", "memory=4096"]] {
-        let output = Command::new(compcache()).arg("mount").args(memory).args([&at, &at]).output().unwrap();
+        let output = Command::new(compcache()).arg("mount").args(memory).args(["/nowhere"; 2]).output().unwrap();
         assert!(said(&output).contains("1M at least"), "{}", said(&output));
     }
     let tree = Tree::mounted(&["--memory", "1M"]);
@@ -73,4 +73,26 @@ fn a_limit_without_room_for_pages_is_refused_and_none_is_not() {
     assert_eq!(tree.stat("memlimit"), 1 << 20);
     tree.ok(&["remount", "--memory", "0"]);
     assert_eq!(tree.stat("memlimit"), 0);
+}
+
+#[test]
+fn a_mount_whose_path_is_no_text_is_shown_changed_and_ended() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let directory = scratch();
+    let target = directory.path().join(OsStr::from_bytes(b"t\xff"));
+    fs::create_dir(&target).unwrap();
+    let does = |arguments: &[&str]| {
+        let output = Command::new(compcache()).args(arguments).arg(&target).output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", said(&output));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let source = directory.path().join("source");
+    fs::create_dir(&source).unwrap();
+    does(&["mount", "--background", "--memory", "8M", &source.display().to_string()]);
+    let _mounted = Mounted(target.clone());
+    does(&["remount", "--memory", "4M"]);
+    assert!(does(&["show", "--json"]).contains(&(4 << 20).to_string()));
+    does(&["umount"]);
 }
