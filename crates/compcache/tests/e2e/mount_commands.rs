@@ -13,7 +13,7 @@ use rustix::fs::getxattr_query;
 use rustix::io::Errno;
 
 use crate::mount_posix::as_user;
-use crate::support::{Mounted, Tree, can_mount, compcache, said, scratch};
+use crate::support::{Mounted, Tree, by_rings, can_mount, compcache, said, scratch};
 
 #[test]
 fn a_mount_in_the_background_keeps_nothing_open_of_who_asked_for_it() {
@@ -35,7 +35,7 @@ fn a_mount_in_the_background_keeps_nothing_open_of_who_asked_for_it() {
             _ => Err(std::io::Error::last_os_error()),
         });
     }
-    let output = command.output().unwrap();
+    let output = by_rings::mounting(|| command.output()).unwrap();
     drop(theirs);
     assert!(output.status.success(), "{}", said(&output));
     let _mounted = Mounted(target);
@@ -90,7 +90,7 @@ fn a_mount_whose_path_is_no_text_is_shown_changed_and_ended() {
     };
     let source = directory.path().join("source");
     fs::create_dir(&source).unwrap();
-    does(&["mount", "--background", "--memory", "8M", &source.display().to_string()]);
+    by_rings::mounting(|| does(&["mount", "--background", "--memory", "8M", &source.display().to_string()]));
     let _mounted = Mounted(target.clone());
     does(&["remount", "--memory", "4M"]);
     assert!(does(&["show", "--json"]).contains(&(4 << 20).to_string()));
