@@ -172,7 +172,7 @@ fn ratio(answers: &Answers) -> (Option<f64>, Option<f64>) {
             of(&|run| 100.0 * same_bytes(run) / held(run).original_bytes as f64),
         );
     }
-    let Some(ours) = find(Side::is_ours) else { return (None, None) };
+    let Some(ours) = find(|side| matches!(side, Side::Ours(_) | Side::Spill(..))) else { return (None, None) };
     let of_peak = |run: &SideRun| {
         let number = |name: &str| run.stats.as_ref()?[name].as_f64();
         Some(number("orig_data_peak_bytes")? / number("compr_data_at_peak_bytes")?)

@@ -29,6 +29,7 @@ use anyhow::{Context, Result};
 use serde::Serialize;
 
 use crate::device::{Device, Kind, Over, Server, mount};
+use crate::ours;
 use crate::session::{Session, Undo};
 use cgroup::Cgroup;
 use loop_device::Throttle;
@@ -77,6 +78,13 @@ pub enum SwapPath {
     Ours(String, Over),
     /// No swap.
     None,
+}
+
+impl SwapPath {
+    /// Whether it is compcache that keeps the pages.
+    pub fn is_ours(&self) -> bool {
+        matches!(self, SwapPath::Ours(..))
+    }
 }
 
 impl FromStr for SwapPath {
@@ -167,7 +175,7 @@ impl<'s> Baseline<'s> {
             SwapPath::Ours(codec, over) => {
                 let kind = Kind::Ours { codec: codec.clone(), over: *over, binary: None };
                 let device = Device::set_up(session, &kind, SWAP_BYTES, compcache)?;
-                swap::on(session, device.path(), SWAP_BYTES)?;
+                ours::step(ours::disk_needs(*over), swap::on(session, device.path(), SWAP_BYTES))?;
                 Store::Ours(Box::new(device))
             }
             SwapPath::Zswap(codec, speed) => {

@@ -2,12 +2,14 @@
 //!
 //! A machine that others share, or that grows warm, is slower at one time than at another; runs that follow each other
 //! are compared with each other. A side that this machine does not have is named once and left out. A run that failed,
-//! or whose output was different, is shown and counts for no ratio; when it was ours, or the output differed, the whole
-//! scenario fails in the end. One that the kernel ended for want of memory is tried again, and each time is shown.
+//! or whose output was different, is shown and counts for no ratio; when it was ours, or a byte was wrong, the whole
+//! scenario fails in the end. So it does when a side of ours cannot be set up though the machine has what it needs, or any side
+//! cannot that was there before. One that the kernel ended for want of memory is tried again, and each time is shown.
 
-use anyhow::{Result, bail};
+use anyhow::{Error, Result, bail};
 use serde_json::{Value, json};
 
+use crate::ours;
 use crate::record::Record;
 use crate::run::{Job, Outcome};
 use crate::side::{Bench, Side, SideRun};
@@ -70,19 +72,28 @@ impl<'b> Comparison<'b> {
                 let attempts = if missing[nth] { 0 } else { ATTEMPTS };
                 let cap_bytes = cap_bytes(&sides[nth]);
                 let mut kept = None;
-                for _ in 0..attempts {
-                    let run = self.one_run(&sides[nth], cap_bytes, job, &mut missing[nth]);
-                    if let Some(run) = &run {
-                        self.note(question, &sides[nth], (round, place), cap_bytes, run);
-                    }
-                    let again = run.as_ref().is_some_and(|run| run.outcome.kills > 0);
-                    kept = run.filter(is_good);
+                for attempt in 1..=attempts {
+                    let run = match self.one_run(&sides[nth], cap_bytes, job) {
+                        Ok(run) => run,
+                        Err(error) => {
+                            missing[nth] = !self.fails(&sides[nth], &error, runs[nth].iter().any(Option::is_some));
+                            break;
+                        }
+                    };
+                    self.note(question, &sides[nth], (round, place), cap_bytes, &run);
+                    let again = run.outcome.kills > 0;
+                    kept = Some(run).filter(is_good);
                     if !again {
                         break;
                     }
+                    // Swap of ours that never works is no answer of the kernel's.
+                    self.failures += usize::from(attempt == attempts && kept.is_none() && sides[nth].is_ours());
                 }
                 runs[nth].push(kept);
             }
+        }
+        if let (Some(true), Some(first)) = (missing.first(), missing.iter().position(|missing| !missing)) {
+            println!("  {} is not here: the others are divided by {}", sides[0], sides[first]);
         }
         let present = missing.iter().map(|missing| !missing);
         let (sides, runs) = sides
@@ -111,31 +122,30 @@ impl<'b> Comparison<'b> {
         Ok(())
     }
 
-    fn one_run(&mut self, side: &Side, cap_bytes: u64, job: &Job, missing: &mut bool) -> Option<SideRun> {
-        match self.bench.run(side, cap_bytes, job) {
-            Ok(run) => {
-                if let Some((told, seen)) = run.untold_peak() {
-                    println!("  {side}: says that its peak was {} MiB; {} MiB were seen", mib(told), mib(seen));
-                }
-                if !is_good(&run) {
-                    // That the kernel ends a program which it finds no room for is an answer, not a fault of ours.
-                    self.failures += usize::from(side.is_ours() || run.outcome.exit == 0);
-                    let what = match run.outcome {
-                        Outcome { out_of_patience: true, .. } => "took longer than --patience allows, and was ended",
-                        Outcome { exit: 0, .. } => "wrong output",
-                        Outcome { kills: 1.., .. } => "ended by the kernel for want of memory",
-                        _ => "failed",
-                    };
-                    println!("  {side}: {what}, exit status {}: {}", run.outcome.exit, tail(&run.outcome.stderr));
-                }
-                Some(run)
-            }
-            Err(error) => {
-                println!("  {side}: not here: {error:#}");
-                *missing = true;
-                None
-            }
+    fn one_run(&mut self, side: &Side, cap_bytes: u64, job: &Job) -> Result<SideRun> {
+        let run = self.bench.run(side, cap_bytes, job)?;
+        if let Some((told, seen)) = run.untold_peak() {
+            println!("  {side}: says that its peak was {} MiB; {} MiB were seen", mib(told), mib(seen));
         }
+        if !is_good(&run) {
+            self.failures += usize::from(is_failure(side, &run.outcome));
+            let what = match run.outcome {
+                Outcome { out_of_patience: true, .. } => "took longer than --patience allows, and was ended",
+                Outcome { exit: 0, .. } => "wrong output",
+                Outcome { kills: 1.., .. } => "ended by the kernel for want of memory",
+                _ => "failed",
+            };
+            println!("  {side}: {what}, exit status {}: {}", run.outcome.exit, tail(&run.outcome.stderr));
+        }
+        Ok(run)
+    }
+
+    /// Whether `error`, in setting `side` up, counts as a run that failed: it was there before, or ours failed. Else this machine does not have it.
+    fn fails(&mut self, side: &Side, error: &Error, was_there: bool) -> bool {
+        let fails = was_there || ours::has_failed(error);
+        self.failures += usize::from(fails);
+        println!("  {side}: {}: {error:#}", if fails { "failed" } else { "not here" });
+        fails
     }
 
     fn note(&mut self, question: &Value, side: &Side, at: (usize, usize), cap_bytes: u64, run: &SideRun) {
@@ -185,10 +195,61 @@ pub fn laps(run: &SideRun) -> Vec<Value> {
 }
 
 fn is_good(run: &SideRun) -> bool {
-    run.outcome.exit == 0 && run.outcome.same_output != Some(false)
+    run.outcome.exit == 0 && !run.outcome.is_wrong()
+}
+
+/// Whether a run that is not good fails the scenario. That the kernel ends a program which it finds no room for is its answer, whoever keeps the pages.
+fn is_failure(side: &Side, outcome: &Outcome) -> bool {
+    let no_room = outcome.kills > 0 && matches!(side, Side::Kernel(_));
+    outcome.is_wrong() || (side.is_ours() && !no_room)
 }
 
 fn tail(text: &str) -> &str {
     let start = text.char_indices().rev().nth(600).map_or(0, |(at, _)| at);
     text[start..].trim()
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::run::Peak;
+
+    use super::*;
+
+    fn outcome(exit: i32, kills: u64, stderr: &str) -> Outcome {
+        Outcome {
+            wall_s: 1.0,
+            user_s: 0.0,
+            sys_s: 0.0,
+            machine_cpu_s: 0.0,
+            peak: Peak::default(),
+            exit,
+            out_of_patience: false,
+            kills,
+            same_output: None,
+            stdout: Vec::new(),
+            stderr: stderr.to_owned(),
+        }
+    }
+
+    #[test]
+    fn a_wrong_byte_fails_a_scenario_on_every_side() {
+        let wrong = "scan: WRONG BYTES in page 3: found 0x1, wanted 0x2";
+        for side in Side::list(&["ours", "spill", "swap:lz4", "swap-ublk:lz4", "zram:lz4", "disk", "uncapped"]) {
+            assert!(is_failure(&side, &outcome(1, 0, wrong)), "{side}");
+            let other = Outcome { same_output: Some(false), ..outcome(0, 0, "") };
+            assert!(is_failure(&side, &other), "{side}: another output");
+        }
+    }
+
+    #[test]
+    fn what_fails_is_ours_also_where_the_kernel_swaps_to_it() {
+        for (word, fails) in
+            [("ours", true), ("spill", true), ("swap:lz4", true), ("swap-ublk:lz4", true), ("zram:lz4", false)]
+        {
+            let side: Side = word.parse().unwrap();
+            assert_eq!(is_failure(&side, &outcome(139, 0, "")), fails, "{side}");
+            let no_room = is_failure(&side, &outcome(137, 1, ""));
+            assert_eq!(no_room, matches!(side, Side::Ours(_) | Side::Spill(..)), "{side}: ended for want of memory");
+        }
+    }
 }

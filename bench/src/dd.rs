@@ -136,7 +136,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         content.kinds,
         content.same_filled
     );
-    let devices = Devices::set_up(bench.session(), &kinds(&options.sides)?, 4 * size.file_bytes, bench.compcache());
+    let devices = Devices::set_up(bench.session(), &kinds(&options.sides)?, 4 * size.file_bytes, bench.compcache())?;
     let mut mounted = Vec::new();
     for nth in 0..devices.kinds().len() {
         mounted.push(prepare(devices.at(nth), &content)?);

@@ -36,6 +36,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::baseline::{Held, loop_device, zram};
+use crate::ours;
 use crate::session::{Session, Undo};
 use process::{Process, ticks_a_second};
 pub use server::Server;
@@ -212,8 +213,8 @@ impl<'s> Device<'s> {
             Kind::Nbdkit(allocator) => device.set_up_nbdkit(allocator, bytes)?,
             Kind::Ours { codec, over, binary } => {
                 let compcache = binary.as_deref().unwrap_or(compcache);
-                let (server, path) =
-                    Server::start(session, &device.directory, compcache, (codec, *over), bytes, wanted)?;
+                let started = Server::start(session, &device.directory, compcache, (codec, *over), bytes, wanted);
+                let (server, path) = ours::step(ours::disk_needs(*over), started)?;
                 device.keeper = Keeper::Server(Box::new(server));
                 device.path = path;
             }
@@ -315,15 +316,19 @@ pub struct Devices<'s>(Vec<(Kind, Device<'s>)>);
 
 impl<'s> Devices<'s> {
     /// Sets up those that this machine can have; says which it cannot, and why.
-    pub fn set_up(session: &'s Session, kinds: &[Kind], bytes: u64, compcache: &Path) -> Devices<'s> {
+    ///
+    /// # Errors
+    /// One of ours failed.
+    pub fn set_up(session: &'s Session, kinds: &[Kind], bytes: u64, compcache: &Path) -> Result<Devices<'s>> {
         let mut devices = Devices(Vec::new());
         for kind in kinds {
             match Device::set_up(session, kind, bytes, compcache) {
                 Ok(device) => devices.0.push((kind.clone(), device)),
+                Err(error) if ours::has_failed(&error) => return Err(error.context(kind.to_string())),
                 Err(error) => println!("  {kind}: not here: {error:#}"),
             }
         }
-        devices
+        Ok(devices)
     }
 
     /// What they are, in the order in which they were asked for.

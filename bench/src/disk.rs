@@ -85,7 +85,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         content.kinds,
         content.same_filled
     );
-    let devices = Devices::set_up(bench.session(), &kinds(&options.sides)?, content.bytes, bench.compcache());
+    let devices = Devices::set_up(bench.session(), &kinds(&options.sides)?, content.bytes, bench.compcache())?;
     let questions = questions(quick);
     let mut answers = vec![vec![Vec::new(); devices.kinds().len()]; questions.len()];
     for round in 0..rounds {

@@ -15,6 +15,7 @@ use serde_json::json;
 
 use crate::baseline::Held;
 use crate::device::{Device, Kind, kinds};
+use crate::ours;
 use crate::record::Record;
 use crate::scan::print_targets;
 use crate::side::Bench;
@@ -38,7 +39,7 @@ const SETTLED: Duration = Duration::from_millis(1500);
 /// Runs the scenario.
 ///
 /// # Errors
-/// There is no tree, or a disk could not hold it.
+/// There is no tree, a disk of ours could not be made, or one could not hold it.
 pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
     let bytes_max: u64 = if quick { 8 << 20 } else { 384 << 20 };
     let rounds = rounds.min(3);
@@ -49,14 +50,26 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     println!("\nan ext4 with {} files of {} MiB, {rounds} rounds", files.len(), mib(bytes));
     let kinds = kinds(&options.sides)?;
     let mut held: Vec<Vec<Held>> = vec![Vec::new(); kinds.len()];
+    let mut failures = 0;
     for round in 0..rounds {
         for (nth, kind) in kinds.iter().enumerate() {
-            match filled(bench, kind, &tree, &files, 2 * bytes_max + (64 << 20)) {
+            let device = Device::set_up(bench.session(), kind, 2 * bytes_max + (64 << 20), bench.compcache());
+            let device = match device {
+                Err(error) if !ours::has_failed(&error) => {
+                    println!("  {kind}: not here: {error:#}");
+                    continue;
+                }
+                device => device,
+            };
+            match device.and_then(|device| filled(&device, &tree, &files)) {
                 Ok(found) => {
                     kept.run(json!({"side": kind.to_string(), "round": round, "held": found}));
                     held[nth].push(found);
                 }
-                Err(error) => println!("  {kind}: {error:#}"),
+                Err(error) => {
+                    println!("  {kind}: {error:#}");
+                    failures += 1;
+                }
             }
         }
     }
@@ -70,12 +83,14 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     if let Some(directory) = record {
         println!("record: {}", kept.save(directory)?.display());
     }
+    if failures > 0 {
+        bail!("{failures} disks failed, see above");
+    }
     Ok(())
 }
 
-/// What a new disk of `kind` holds with the files on it, once they are written and it has come to rest.
-fn filled(bench: &Bench, kind: &Kind, tree: &Path, files: &[(PathBuf, u64)], disk_bytes: u64) -> Result<Held> {
-    let device = Device::set_up(bench.session(), kind, disk_bytes, bench.compcache())?;
+/// What a new disk holds with the files on it, once they are written and it has come to rest.
+fn filled(device: &Device<'_>, tree: &Path, files: &[(PathBuf, u64)]) -> Result<Held> {
     let point = device.with_ext4()?;
     for (file, _) in files {
         let to = point.join(file.strip_prefix(tree)?);

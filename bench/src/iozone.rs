@@ -24,6 +24,7 @@ use serde_json::json;
 
 use crate::baseline::loop_device::Throttle;
 use crate::compare::turns;
+use crate::ours;
 use crate::record::Record;
 use crate::scan::print_targets;
 use crate::side::Bench;
@@ -272,7 +273,11 @@ struct Turn<'t> {
 impl Turn<'_> {
     fn take(&self, report: &mut Report<'_>, kept: &mut Record) -> Result<(), Failure> {
         let keeper = self.plan.keepers[self.side];
-        let standing = self.disk.stand(self.bench, keeper, self.plan.memory).map_err(Failure::NotHere)?;
+        let standing = self.disk.stand(self.bench, keeper, self.plan.memory);
+        let standing = standing.map_err(|error| match ours::has_failed(&error) {
+            true => Failure::Broken(error),
+            false => Failure::NotHere(error),
+        })?;
         let bytes = (self.plan.file_bytes, self.record_bytes);
         let client = Client::start(self.disk, &standing, self.through, bytes, &self.image.path, self.bench.patience());
         let mut client = client.map_err(Failure::Broken)?;

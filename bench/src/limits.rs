@@ -21,6 +21,7 @@ use crate::iozone::Speed;
 use crate::iozone::client::{Client, Cost};
 use crate::iozone::image::{Holds, Image};
 use crate::iozone::place::{self, Disk, Keeper, Memory};
+use crate::ours;
 use crate::record::Record;
 use crate::side::Bench;
 use crate::stat::Spread;
@@ -191,6 +192,7 @@ impl Turn<'_> {
         let keeper = self.plan.keepers[self.side];
         let standing = match self.disk.stand(self.bench, keeper, self.plan.memory(self.percent)) {
             Ok(standing) => standing,
+            Err(error) if ours::has_failed(&error) => return Err(error),
             Err(error) => {
                 println!("  {keeper}: not here: {error:#}");
                 return Ok(None);

@@ -19,6 +19,7 @@ mod iozone;
 mod laps;
 mod latency;
 mod limits;
+mod ours;
 mod plot;
 mod programs;
 mod record;

@@ -113,6 +113,11 @@ impl Outcome {
     pub fn cpu_s(&self) -> f64 {
         self.user_s + self.sys_s
     }
+
+    /// Whether one of our workers found another byte than it had written, or the output was not that of the run it is compared with.
+    pub fn is_wrong(&self) -> bool {
+        self.stderr.contains("WRONG BYTES") || (self.exit == 0 && self.same_output == Some(false))
+    }
 }
 
 /// Runs `job` in the control group of `place` and waits for it.

@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow};
 
 use crate::baseline::loop_device::Throttle;
 use crate::baseline::{Baseline, Speed, SwapPath};
+use crate::ours;
 use crate::run::{self, Job, Outcome};
 use crate::session::Session;
 
@@ -56,9 +57,13 @@ impl fmt::Display for Side {
 }
 
 impl Side {
-    /// Whether it is compcache that runs the program.
+    /// Whether compcache is in it: it runs the program, or keeps what is swapped.
     pub fn is_ours(&self) -> bool {
-        matches!(self, Side::Ours(_) | Side::Spill(..))
+        match self {
+            Side::Ours(_) | Side::Spill(..) => true,
+            Side::Kernel(path) => path.is_ours(),
+            Side::Uncapped => false,
+        }
     }
 
     /// Reads a list of words that the program itself wrote down.
@@ -158,10 +163,9 @@ impl Bench {
 
     fn run_ours(&self, limits: &[OsString], codec: &str, job: &Job, place: &Baseline<'_>) -> Result<SideRun> {
         if !self.compcache.is_file() {
-            bail!(
-                "{} is not there: build it (cargo build --release) or say --compcache PATH",
-                self.compcache.display()
-            );
+            let path = self.compcache.display();
+            let missing = anyhow!("{path} is not there: build it (cargo build --release) or say --compcache PATH");
+            return ours::step(&[], Err(missing));
         }
         self.runs.set(self.runs.get() + 1);
         let stats = self.session.directory().join(format!("stats.{}.json", self.runs.get()));

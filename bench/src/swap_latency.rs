@@ -9,19 +9,20 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Error, Result, anyhow, bail};
 use clap::Args;
 use serde_json::{Value, json};
 
 use crate::baseline::loop_device::Throttle;
 use crate::baseline::{Baseline, SwapPath};
+use crate::ours;
 use crate::record::Record;
-use crate::run::{self, Job};
+use crate::run::{self, Job, Outcome};
 use crate::scan::{content_argument, note_content, print_targets, worker};
 use crate::side::Bench;
 use crate::stat::{Spread, Target};
 use crate::table::{Table, cell};
-use crate::trace::Trace;
+use crate::trace::{Bios, Trace};
 
 /// What `swap-latency` can be asked on the command line.
 #[derive(Args, Clone, Debug)]
@@ -104,6 +105,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     let sides = sides.collect::<Result<Vec<_>>>()?;
     let share = note_content(&mut kept, &options.content).context("no content")?;
     let mut targets = Vec::new();
+    let mut failures = 0;
     for order in ["sequential", "random"] {
         println!(
             "\nswap of scan {megabytes} MiB in {cap_mb} MiB, {order}, {} ({share:.1} % same-filled), us for a bio, {rounds} rounds",
@@ -119,7 +121,8 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
             for side in order_of_sides {
                 let found = match one(bench, side, cap_mb << 20, &job) {
                     Ok(found) => found,
-                    Err(error) => {
+                    Err(NotMeasured { error, fails }) => {
+                        failures += usize::from(fails);
                         println!("  {side}: {error:#}");
                         continue;
                     }
@@ -144,18 +147,46 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     if let Some(directory) = record {
         println!("record: {}", kept.save(directory)?.display());
     }
+    if failures > 0 {
+        bail!("{failures} runs failed, see above");
+    }
     Ok(())
 }
 
-fn one(bench: &Bench, side: &SwapPath, cap_bytes: u64, job: &Job) -> Result<Vec<(String, &'static str, Durations)>> {
-    let place = Baseline::set_up(bench.session(), side, cap_bytes, Throttle::default(), bench.compcache())?;
+/// Why a run was not measured.
+struct NotMeasured {
+    error: Error,
+    /// It fails the scenario. Else this machine does not have the side, or the kernel's own ended the program.
+    fails: bool,
+}
+
+impl NotMeasured {
+    fn failed(error: Error) -> NotMeasured {
+        NotMeasured { error, fails: true }
+    }
+}
+
+type Found = Vec<(String, &'static str, Durations)>;
+
+fn one(bench: &Bench, side: &SwapPath, cap_bytes: u64, job: &Job) -> Result<Found, NotMeasured> {
+    let place = Baseline::set_up(bench.session(), side, cap_bytes, Throttle::default(), bench.compcache());
+    let place = place.map_err(|error| NotMeasured { fails: ours::has_failed(&error), error })?;
+    let (outcome, bios) = traced(bench, &place, job).map_err(NotMeasured::failed)?;
+    if outcome.exit != 0 {
+        let error = anyhow!("scan failed, exit status {}: {}", outcome.exit, outcome.stderr.trim());
+        return Err(NotMeasured { error, fails: outcome.is_wrong() || side.is_ours() });
+    }
+    found(side, &place, bios).map_err(NotMeasured::failed)
+}
+
+fn traced(bench: &Bench, place: &Baseline<'_>, job: &Job) -> Result<(Outcome, Bios)> {
     let device = place.swap_device().context("no swap device")?;
     let trace = Trace::begin(bench.session(), &device)?;
-    let outcome = run::run(&Job { patience: bench.patience(), ..job.clone() }, &place)?;
-    let bios = trace.end()?;
-    if outcome.exit != 0 {
-        bail!("scan failed, exit status {}: {}", outcome.exit, outcome.stderr.trim());
-    }
+    let outcome = run::run(&Job { patience: bench.patience(), ..job.clone() }, place)?;
+    Ok((outcome, trace.end()?))
+}
+
+fn found(side: &SwapPath, place: &Baseline<'_>, bios: Bios) -> Result<Found> {
     let both = [("read", Durations::of(bios.reads)), ("write", Durations::of(bios.writes))];
     let mut found: Vec<_> = both.into_iter().filter_map(|(what, all)| Some((side.to_string(), what, all?))).collect();
     if let Some(server) = place.server() {

@@ -34,6 +34,7 @@ use serde_json::{Value, json};
 use crate::baseline::Held;
 use crate::clock::now_ns;
 use crate::device::{Device, Kind, kinds};
+use crate::ours;
 use crate::record::Record;
 use crate::scan::print_targets;
 use crate::side::Bench;
@@ -231,6 +232,7 @@ impl<'s> Subject<'s> {
             ensure!(matches!(kind, Kind::Ours { .. } | Kind::Zram(_)), "{kind} is neither ours nor zram");
             match make(kind, cold.clone()) {
                 Ok(device) => sides.push((kind.clone(), device)),
+                Err(error) if ours::has_failed(&error) => return Err(error.context(kind.to_string())),
                 Err(error) if first => println!("  {kind}: not here: {error:#}"),
                 Err(_) => {}
             }

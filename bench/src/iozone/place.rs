@@ -36,7 +36,8 @@ use crate::baseline::cgroup::Cgroup;
 use crate::baseline::loop_device::{self, Throttle};
 use crate::baseline::read_trimmed;
 use crate::device::process::Process;
-use crate::device::{Device, Kind, Server, mount};
+use crate::device::{Device, Kind, Over, Server, mount};
+use crate::ours;
 use crate::scratch::write_all_blocks;
 use crate::session::{Session, Undo};
 use crate::side::Bench;
@@ -219,14 +220,15 @@ impl<'s> Disk<'s> {
             Keeper::Plain => mount::on(session, self.device.path(), &standing.point, "ext4", "")?,
             Keeper::Mount { exclusive } => {
                 mount::on(session, self.device.path(), &standing.point, "ext4", "")?;
-                standing.mount(bench, &directory, memory.pool_bytes, exclusive)?;
+                ours::step(ours::MOUNT_NEEDS, standing.mount(bench, &directory, memory.pool_bytes, exclusive))?;
             }
             Keeper::Origin => {
                 let from = (self.device.path(), memory.pool_bytes);
-                let (server, device) =
-                    Server::start_over(session, &directory, bench.compcache(), from, &standing.server)?;
+                let needs = ours::disk_needs(Over::Loop);
+                let started = Server::start_over(session, &directory, bench.compcache(), from, &standing.server);
+                let (server, device) = ours::step(needs, started)?;
                 standing.keeper = Served::Disk(Box::new(server));
-                mount::on(session, &device, &standing.point, "ext4", "")?;
+                ours::step(needs, mount::on(session, &device, &standing.point, "ext4", ""))?;
             }
         }
         Ok(standing)
