@@ -92,11 +92,16 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         (false, true) => Much::Full,
         (false, false) => Much::Small,
     };
+    let measured = compare_all(&mut comparison, options, &sides, much);
+    comparison.finish(measured, record)
+}
+
+fn compare_all(comparison: &mut Comparison<'_>, options: &Options, sides: &[Side], much: Much) -> Result<()> {
     let mut all = Vec::new();
-    for program in inputs::make_all(bench.session().directory(), much, &options.only)? {
+    for program in inputs::make_all(comparison.bench.session().directory(), much, &options.only)? {
         match program.lacks() {
             Some(lacking) => println!("\n{}: not here: {lacking:?} is not installed", program.name),
-            None => all.push(compare(&mut comparison, &program, &sides, options.part)?),
+            None => all.push(compare(comparison, &program, sides, options.part)?),
         }
     }
     if all.is_empty() {
@@ -109,7 +114,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     let met =
         targets.iter().map(|target| json!({"target": target.about, "measured": target.measured, "met": target.met()}));
     comparison.record.summary(met.collect());
-    comparison.finish(record)
+    Ok(())
 }
 
 fn compare(comparison: &mut Comparison<'_>, program: &Program, sides: &[Side], part: u64) -> Result<Seen> {

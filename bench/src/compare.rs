@@ -6,6 +6,8 @@
 //! scenario fails in the end. So it does when a side of ours cannot be set up though the machine has what it needs, or any side
 //! cannot that was there before. One that the kernel ended for want of memory is tried again, and each time is shown.
 
+use std::path::Path;
+
 use anyhow::{Error, Result, bail};
 use serde_json::{Value, json};
 
@@ -105,21 +107,17 @@ impl<'b> Comparison<'b> {
         Answers { sides, runs }
     }
 
-    /// Saves the record when a directory was given, and fails when a run did.
+    /// Saves the record as [`Record::finish`] does, and fails when a run did.
     ///
     /// # Errors
-    /// Nothing was measured, the record cannot be written, or some run failed.
-    pub fn finish(self, directory: Option<&std::path::Path>) -> Result<()> {
-        if self.record.is_empty() {
-            bail!("nothing was measured, see above");
-        }
-        if let Some(directory) = directory {
-            println!("record: {}", self.record.save(directory)?.display());
-        }
-        if self.failures > 0 {
-            bail!("{} runs failed, see above", self.failures);
-        }
-        Ok(())
+    /// As there, or some run failed.
+    pub fn finish(mut self, scenario: Result<()>, directory: Option<&Path>) -> Result<()> {
+        let failures = self.failures;
+        let scenario = scenario.and_then(|()| match failures {
+            0 => Ok(()),
+            _ => bail!("{failures} runs failed, see above"),
+        });
+        self.record.finish(scenario, directory)
     }
 
     fn one_run(&mut self, side: &Side, cap_bytes: u64, job: &Job) -> Result<SideRun> {

@@ -136,10 +136,24 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         content.kinds,
         content.same_filled
     );
+    let asked = Asked { content: &content, size: &size, blocks: &blocks };
+    let measured = measure(bench, options, &asked, rounds, &mut record_kept);
+    record_kept.finish(measured, record)
+}
+
+/// What is read and written.
+struct Asked<'a> {
+    content: &'a Content,
+    size: &'a Size,
+    blocks: &'a [u64],
+}
+
+fn measure(bench: &Bench, options: &Options, asked: &Asked<'_>, rounds: usize, kept: &mut Record) -> Result<()> {
+    let Asked { content, size, blocks } = *asked;
     let devices = Devices::set_up(bench.session(), &kinds(&options.sides)?, 4 * size.file_bytes, bench.compcache())?;
     let mut mounted = Vec::new();
     for nth in 0..devices.kinds().len() {
-        mounted.push(prepare(devices.at(nth), &content)?);
+        mounted.push(prepare(devices.at(nth), content)?);
     }
     let mut targets = Vec::new();
     for what in [What::Read, What::Write] {
@@ -151,8 +165,8 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
             for (place, &block_bytes) in blocks.iter().enumerate() {
                 for nth in devices.order(round) {
                     let count = (content.bytes / block_bytes).min(size.blocks_max[what as usize]);
-                    let (run, cost) = one(devices.at(nth), &mounted[nth], what, &content, (block_bytes, count))?;
-                    record_kept.run(json!({
+                    let (run, cost) = one(devices.at(nth), &mounted[nth], what, content, (block_bytes, count))?;
+                    kept.run(json!({
                         "side": devices.kinds()[nth].to_string(), "what": what.word(), "round": round,
                         "block_bytes": block_bytes, "bytes": block_bytes * count, "mb_per_s": run.mb_per_s, "cost": cost,
                     }));
@@ -160,21 +174,15 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
                 }
             }
         }
-        let sides = Sides { kinds: devices.kinds(), blocks: &blocks, runs };
-        record_kept.summary(sides.print(what));
+        let sides = Sides { kinds: devices.kinds(), blocks, runs };
+        kept.summary(sides.print(what));
         targets.extend(sides.targets(what));
     }
     for nth in 0..mounted.len() {
         let held = devices.at(nth).held();
-        record_kept.summary(json!({"side": devices.kinds()[nth].to_string(), "held": held}));
+        kept.summary(json!({"side": devices.kinds()[nth].to_string(), "held": held}));
     }
     print_targets(&targets);
-    if record_kept.is_empty() {
-        bail!("nothing was measured, see above");
-    }
-    if let Some(directory) = record {
-        println!("record: {}", record_kept.save(directory)?.display());
-    }
     Ok(())
 }
 

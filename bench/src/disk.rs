@@ -85,16 +85,31 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         content.kinds,
         content.same_filled
     );
+    let asked = Asked { content: &content, page: &page, seconds, questions: questions(quick) };
+    let measured = measure(bench, options, &asked, rounds, &mut kept);
+    kept.finish(measured, record)
+}
+
+/// What is read and written, and how.
+struct Asked<'a> {
+    content: &'a Content,
+    /// A file.
+    page: &'a Path,
+    seconds: f64,
+    questions: Vec<Question>,
+}
+
+fn measure(bench: &Bench, options: &Options, asked: &Asked<'_>, rounds: usize, kept: &mut Record) -> Result<()> {
+    let Asked { content, page, seconds, ref questions } = *asked;
     let devices = Devices::set_up(bench.session(), &kinds(&options.sides)?, content.bytes, bench.compcache())?;
-    let questions = questions(quick);
     let mut answers = vec![vec![Vec::new(); devices.kinds().len()]; questions.len()];
     for round in 0..rounds {
         for nth in devices.order(round) {
-            fill(devices.at(nth), &content)?;
+            fill(devices.at(nth), content)?;
         }
         for (question, answers) in questions.iter().zip(&mut answers) {
             for nth in devices.order(round) {
-                let (answer, cost) = ask(devices.at(nth), question, &content, &page, seconds)?;
+                let (answer, cost) = ask(devices.at(nth), question, content, page, seconds)?;
                 kept.run(json!({
                     "side": devices.kinds()[nth].to_string(), "what": question.what.word(), "depth": question.depth,
                     "jobs": question.jobs, "round": round, "operations_per_s": answer.operations_per_s,
@@ -104,14 +119,8 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
             }
         }
     }
-    kept.summary(print(&devices.kinds(), &questions, &answers));
-    print_targets(&targets(&devices.kinds(), &questions, &answers));
-    if kept.is_empty() {
-        bail!("nothing was measured, see above");
-    }
-    if let Some(directory) = record {
-        println!("record: {}", kept.save(directory)?.display());
-    }
+    kept.summary(print(&devices.kinds(), questions, &answers));
+    print_targets(&targets(&devices.kinds(), questions, &answers));
     Ok(())
 }
 

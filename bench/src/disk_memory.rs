@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use serde_json::json;
 
@@ -77,16 +77,8 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     let targets = target(&kinds, &held);
     kept.summary(json!({"ours_to_zram": targets.as_ref().and_then(|target| target.measured)}));
     print_targets(targets.as_slice());
-    if kept.is_empty() {
-        bail!("nothing was measured, see above");
-    }
-    if let Some(directory) = record {
-        println!("record: {}", kept.save(directory)?.display());
-    }
-    if failures > 0 {
-        bail!("{failures} disks failed, see above");
-    }
-    Ok(())
+    let measured = if failures > 0 { Err(anyhow!("{failures} disks failed, see above")) } else { Ok(()) };
+    kept.finish(measured, record)
 }
 
 /// What a new disk holds with the files on it, once they are written and it has come to rest.

@@ -76,6 +76,17 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     };
     let settings = json!({"rounds": rounds, "memory_mib": MEMORY_MIB, "content_pages_of_each_kind": CONTENT_PAGES});
     let mut kept = Record::new("emulated", settings);
+    let measured = measure(bench, options, &kernel, (quick, rounds), &mut kept);
+    kept.finish(measured, record)
+}
+
+fn measure(
+    bench: &Bench,
+    options: &Options,
+    kernel: &Kernel,
+    (quick, rounds): (bool, usize),
+    kept: &mut Record,
+) -> Result<()> {
     let patience = bench.patience() * if quick { 1 } else { RUNS_PATIENCE };
     for (nth, &processors) in options.processors.iter().enumerate() {
         let wanted = |what: &str| options.what.iter().any(|word| word == what);
@@ -84,29 +95,28 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
             continue;
         }
         println!("\n=== emulated, {processors} processors");
-        let vm = machine(&kernel, bench, processors)?;
+        let vm = machine(kernel, bench, processors)?;
         let script = script(&scenarios, quick, rounds);
         let printed = vm.run(&script, patience).map_err(|error| anyhow::anyhow!("{error}"))?;
         let (said, records) = printed.split_once("=== record").unwrap_or((&printed, ""));
         println!("{}", said.trim());
-        let succeeded = said.lines().filter(|line| *line == "=== status 0").count();
-        if succeeded < scenarios.len() {
-            bail!("{} of {} scenarios failed in the machine, see above", scenarios.len() - succeeded, scenarios.len());
-        }
-        for text in records.split("=== record") {
-            let inside: Value = serde_json::from_str(text.trim()).context("a record that the machine brought back")?;
-            has_all_sides(&inside)?;
+        let mut all_there = Ok(());
+        for text in records.split("=== record").map(str::trim).filter(|text| !text.is_empty()) {
+            let inside: Value = serde_json::from_str(text).context("a record that the machine brought back")?;
+            all_there = all_there.and(has_all_sides(&inside));
             kept.summary(
                 json!({"processors": processors, "scenario": inside["scenario"], "summary": inside["summary"]}),
             );
             kept.run(json!({"processors": processors, "record": inside}));
         }
+        let succeeded = said.lines().filter(|line| *line == "=== status 0").count();
+        if succeeded < scenarios.len() {
+            bail!("{} of {} scenarios failed in the machine, see above", scenarios.len() - succeeded, scenarios.len());
+        }
+        all_there?;
     }
     if kept.is_empty() {
         bail!("nothing was measured: --what is dd, scan, or both");
-    }
-    if let Some(directory) = record {
-        println!("record: {}", kept.save(directory)?.display());
     }
     Ok(())
 }

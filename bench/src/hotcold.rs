@@ -66,5 +66,5 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         }
     }
     print_targets(&targets);
-    comparison.finish(record)
+    comparison.finish(Ok(()), record)
 }

@@ -208,10 +208,15 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: Option<usize>,
         },
         plan.rounds
     );
+    let measured = measure(bench, &plan, &image, &mut kept);
+    kept.finish(measured, record)
+}
+
+fn measure(bench: &Bench, plan: &Plan, image: &Image, kept: &mut Record) -> Result<()> {
     // The record rewrite has a file of its own.
     let disk = Disk::make(bench, 2 * plan.file_bytes, plan.speed.throttle())?;
     let mut missing = vec![false; plan.keepers.len()];
-    let mut report = Report::new(&plan);
+    let mut report = Report::new(plan);
     for round in 0..plan.rounds {
         for &through in &plan.throughs {
             for &record_bytes in &plan.record_sizes {
@@ -219,9 +224,8 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: Option<usize>,
                     if missing[side] {
                         continue;
                     }
-                    let turn =
-                        Turn { bench, plan: &plan, disk: &disk, image: &image, side, through, record_bytes, round };
-                    match turn.take(&mut report, &mut kept) {
+                    let turn = Turn { bench, plan, disk: &disk, image, side, through, record_bytes, round };
+                    match turn.take(&mut report, kept) {
                         Err(Failure::NotHere(error)) => {
                             println!("  {}: not here: {error:#}", plan.keepers[side]);
                             missing[side] = true;
@@ -239,13 +243,9 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: Option<usize>,
             }
         }
     }
-    if kept.is_empty() {
-        bail!("nothing was measured, see above");
-    }
-    report.print(&mut kept);
-    print_targets(&report.targets(&mut kept));
-    if let Some(directory) = record {
-        println!("record: {}", kept.save(directory)?.display());
+    if !kept.is_empty() {
+        report.print(kept);
+        print_targets(&report.targets(kept));
     }
     Ok(())
 }

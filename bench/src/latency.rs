@@ -63,7 +63,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         }
     }
     print_targets(&targets);
-    comparison.finish(record)
+    comparison.finish(Ok(()), record)
 }
 
 fn number(run: &SideRun, name: &str) -> Option<f64> {

@@ -142,6 +142,11 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: Option<usize>,
         (plan.file_bytes / CLIENT_PARTS) >> 20,
         plan.rounds
     );
+    let measured = measure(bench, &plan, &image, &mut kept);
+    kept.finish(measured, record)
+}
+
+fn measure(bench: &Bench, plan: &Plan, image: &Image, kept: &mut Record) -> Result<()> {
     let mut cells = Vec::new();
     for &speed in &plan.speeds {
         let disk = Disk::make(bench, plan.file_bytes, speed.throttle())?;
@@ -152,9 +157,9 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: Option<usize>,
                     if missing[side] {
                         continue;
                     }
-                    let turn = Turn { bench, plan: &plan, disk: &disk, image: &image, speed, percent, side, round };
+                    let turn = Turn { bench, plan, disk: &disk, image, speed, percent, side, round };
                     let taken = turn
-                        .take(&mut kept)
+                        .take(kept)
                         .with_context(|| format!("{}, {speed:?} disk, a pool of {percent} %", plan.keepers[side]))?;
                     match taken {
                         Some(of_turn) => cells.extend(of_turn),
@@ -164,13 +169,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: Option<usize>,
             }
         }
     }
-    if kept.is_empty() {
-        bail!("nothing was measured, see above");
-    }
-    report(&plan, &cells, &mut kept);
-    if let Some(directory) = record {
-        println!("record: {}", kept.save(directory)?.display());
-    }
+    report(plan, &cells, kept);
     Ok(())
 }
 

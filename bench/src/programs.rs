@@ -83,20 +83,25 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         true => Side::list(&["ours", "zram:lz4", "uncapped"]),
         false => parse_sides(&options.sides)?,
     };
-    let mut targets = Vec::new();
     let much = if quick { Much::Small } else { Much::Full };
-    for program in inputs::make_all(bench.session().directory(), much, &options.only)? {
+    let measured = compare_all(&mut comparison, options, &sides, much);
+    comparison.finish(measured, record)
+}
+
+fn compare_all(comparison: &mut Comparison<'_>, options: &Options, sides: &[Side], much: Much) -> Result<()> {
+    let mut targets = Vec::new();
+    for program in inputs::make_all(comparison.bench.session().directory(), much, &options.only)? {
         if let Some(lacking) = program.lacks() {
             println!("\n{}: not here: {lacking:?} is not installed", program.name);
             continue;
         }
-        targets.push(compare(&mut comparison, &program, &sides, options.part)?);
+        targets.push(compare(comparison, &program, sides, options.part)?);
     }
     if targets.is_empty() {
         bail!("no program to run: install python3, g++, sqlite3, nodejs or a JDK");
     }
     print_targets(&targets);
-    comparison.finish(record)
+    Ok(())
 }
 
 fn compare(comparison: &mut Comparison<'_>, program: &Program, sides: &[Side], part: u64) -> Result<Target> {

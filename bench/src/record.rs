@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 /// The record of one scenario.
@@ -18,12 +18,14 @@ pub struct Record {
     content: Vec<Value>,
     runs: Vec<Value>,
     summary: Vec<Value>,
+    /// What ended the scenario before its end.
+    error: Option<String>,
 }
 
 impl Record {
     /// An empty record of `scenario`, run with `settings`.
     pub fn new(scenario: &'static str, settings: Value) -> Record {
-        Record { scenario, settings, content: Vec::new(), runs: Vec::new(), summary: Vec::new() }
+        Record { scenario, settings, content: Vec::new(), runs: Vec::new(), summary: Vec::new(), error: None }
     }
 
     /// Notes what pages were used.
@@ -46,6 +48,26 @@ impl Record {
         self.summary.push(line);
     }
 
+    /// Saves the record when a directory was given, also of a scenario that an error ended: what was measured before stays, and the
+    /// record says why there is no more.
+    ///
+    /// # Errors
+    /// That of the scenario; nothing was measured; the record cannot be written.
+    pub fn finish(&mut self, scenario: Result<()>, directory: Option<&Path>) -> Result<()> {
+        self.error = scenario.as_ref().err().map(|error| format!("{error:#}"));
+        let saved = match directory {
+            Some(directory) if !self.is_empty() => {
+                self.save(directory).map(|path| println!("record: {}", path.display()))
+            }
+            _ => Ok(()),
+        };
+        scenario?;
+        if self.is_empty() {
+            bail!("nothing was measured, see above");
+        }
+        saved
+    }
+
     /// Writes the record into `directory`. Returns the file.
     ///
     /// # Errors
@@ -63,6 +85,7 @@ impl Record {
             "content": self.content,
             "runs": self.runs,
             "summary": self.summary,
+            "error": self.error,
         });
         fs::write(&path, serde_json::to_string_pretty(&whole)? + "\n").with_context(|| path.display().to_string())?;
         Ok(path)
@@ -129,6 +152,20 @@ fn civil(days: u64) -> (u64, u64, u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_measured_before_an_error_is_saved_and_the_error_is_returned() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut record = Record::new("test", json!({}));
+        let fails = || -> Result<()> { bail!("why") };
+        assert_eq!(record.finish(fails(), Some(directory.path())).unwrap_err().to_string(), "why");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0, "nothing was measured");
+        record.run(json!({"nth": 1}));
+        assert_eq!(record.finish(fails(), Some(directory.path())).unwrap_err().to_string(), "why");
+        let saved = fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
+        let saved: Value = serde_json::from_str(&fs::read_to_string(saved).unwrap()).unwrap();
+        assert_eq!((&saved["runs"][0]["nth"], &saved["error"]), (&json!(1), &json!("why")));
+    }
 
     #[test]
     fn days_since_1970_become_dates_across_leap_years() {

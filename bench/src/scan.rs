@@ -91,7 +91,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         targets.extend(targets_of(&question, &answers));
     }
     print_targets(&targets);
-    comparison.finish(record)
+    comparison.finish(Ok(()), record)
 }
 
 /// The questions on the command line, or the standard ones.

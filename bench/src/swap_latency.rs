@@ -9,7 +9,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Error, Result, anyhow, bail};
+use anyhow::{Context, Error, Result, anyhow};
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -141,16 +141,8 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         targets.extend(target(&lines, order));
     }
     print_targets(&targets);
-    if kept.is_empty() {
-        bail!("nothing was measured, see above");
-    }
-    if let Some(directory) = record {
-        println!("record: {}", kept.save(directory)?.display());
-    }
-    if failures > 0 {
-        bail!("{failures} runs failed, see above");
-    }
-    Ok(())
+    let measured = if failures > 0 { Err(anyhow!("{failures} runs failed, see above")) } else { Ok(()) };
+    kept.finish(measured, record)
 }
 
 /// Why a run was not measured.

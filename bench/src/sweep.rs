@@ -25,7 +25,7 @@ mod report;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use compcache_store::{BackingConfig, Page};
 use compcache_testkit::PAGE_BYTES;
@@ -230,6 +230,18 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         "pages": content.len(), "compressed_bytes": compressed_bytes, "table_bytes": table_bytes,
         "resident_pages": content.len() / RESIDENT_SHARE,
     }));
+    let measured = measure(bench, options, &plan, &content, (quick, rounds), &mut kept);
+    kept.finish(measured, record)
+}
+
+fn measure(
+    bench: &Bench,
+    options: &Options,
+    plan: &Plan,
+    content: &[Page],
+    (quick, rounds): (bool, usize),
+    kept: &mut Record,
+) -> Result<()> {
     let directory = options.dir.clone().unwrap_or_else(corpus::directory);
     for &speed in &options.disk {
         let steps = options.steps.unwrap_or(match (speed, quick) {
@@ -243,17 +255,11 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
             Err(error) => println!("  {}: not here: {error:#}", speed.word()),
             Ok(disk) => {
                 let mut report = Report::new(speed, steps);
-                let sides = Sides { disk: &disk, content: &content, steps, orders: &options.orders };
-                sides.measure(&plan.points(), rounds, &mut report, &mut kept)?;
-                report.print(&plan.tables(), &mut kept);
+                let sides = Sides { disk: &disk, content, steps, orders: &options.orders };
+                sides.measure(&plan.points(), rounds, &mut report, kept)?;
+                report.print(&plan.tables(), kept);
             }
         }
-    }
-    if kept.is_empty() {
-        bail!("nothing was measured, see above");
-    }
-    if let Some(directory) = record {
-        println!("record: {}", kept.save(directory)?.display());
     }
     Ok(())
 }

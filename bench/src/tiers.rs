@@ -128,13 +128,29 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         "megabytes": megabytes, "reads": reads, "rounds": rounds, "idle_s": idle.map(|idle| idle.as_secs()),
     });
     let mut kept = Record::new("tiers", settings);
+    let asked = Asked { megabytes, reads, rounds, idle, kinds: &kinds };
+    let measured = measure(bench, options, &asked, &mut kept);
+    kept.finish(measured, record)
+}
+
+/// How much is done, of what.
+struct Asked<'a> {
+    megabytes: usize,
+    reads: usize,
+    rounds: usize,
+    idle: Option<Duration>,
+    kinds: &'a [Kind],
+}
+
+fn measure(bench: &Bench, options: &Options, asked: &Asked<'_>, kept: &mut Record) -> Result<()> {
+    let Asked { megabytes, reads, rounds, idle, kinds } = *asked;
     let mut memory: Vec<(String, String, Vec<Kept>)> = Vec::new();
     let mut latencies: Vec<(String, [Vec<Read>; 3])> = Vec::new();
     for round in 0..rounds {
         let mut subjects = Vec::new();
         for name in &options.content {
-            let Some(pages) = content(name, megabytes * 256, (round == 0).then_some(&mut kept))? else { continue };
-            subjects.push(Subject::set_up(bench, name, pages, &kinds, idle, round == 0 && subjects.is_empty())?);
+            let Some(pages) = content(name, megabytes * 256, (round == 0).then_some(&mut *kept))? else { continue };
+            subjects.push(Subject::set_up(bench, name, pages, kinds, idle, round == 0 && subjects.is_empty())?);
         }
         ensure!(!subjects.is_empty(), "this machine can make no content");
         if round == 0 {
@@ -175,9 +191,6 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     print_targets(target.as_slice());
     if let Some(target) = target {
         kept.summary(json!({"target": target.about, "measured": target.measured, "met": target.met()}));
-    }
-    if let Some(directory) = record {
-        println!("record: {}", kept.save(directory)?.display());
     }
     Ok(())
 }
