@@ -134,7 +134,10 @@ pub fn run() -> Result<u8> {
         Bench::begin(compcache_path(cli.compcache.clone())?, Duration::from_secs(patience))
     };
     match &cli.command {
-        Command::Store => store::run(cli.quick, record)?,
+        Command::Store => {
+            let _alone = begin()?;
+            store::run(cli.quick, record)?;
+        }
         Command::Scan(options) => scan::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Hotcold(options) => hotcold::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Latency(options) => latency::run(&begin()?, options, cli.quick, rounds, record)?,
@@ -147,7 +150,7 @@ pub fn run() -> Result<u8> {
         Command::Tiers(options) => tiers::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Iozone(options) => iozone::run(&begin()?, options, cli.quick, cli.runs, record)?,
         Command::Limits(options) => limits::run(&begin()?, options, cli.quick, cli.runs, record)?,
-        Command::Writeback(options) => writeback::run(options, cli.quick, rounds, record)?,
+        Command::Writeback(options) => writeback::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Sweep(options) => sweep::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Emulated(options) => emulated::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Baseline(options) => return baseline(options, &compcache_path(cli.compcache.clone())?),

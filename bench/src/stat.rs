@@ -36,7 +36,9 @@ impl Spread {
 impl fmt::Display for Spread {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let digits = f.precision().unwrap_or(2);
-        f.pad(&format!("{:.digits$} [{:.digits$}..{:.digits$}]", self.median, self.min, self.max))
+        let text = format!("{:.digits$} [{:.digits$}..{:.digits$}]", self.median, self.min, self.max);
+        // Padding would cut it off after so many characters.
+        if f.precision().is_some() { f.write_str(&text) } else { f.pad(&text) }
     }
 }
 
@@ -81,6 +83,12 @@ impl fmt::Display for Target {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_spread_is_shown_with_as_many_digits_as_are_wanted() {
+        let spread = Spread::of([1.0, 2.25, 30.0]).unwrap();
+        assert_eq!((spread.to_string(), format!("{spread:.0}")), ("2.25 [1.00..30.00]".into(), "2 [1..30]".into()));
+    }
 
     #[test]
     fn a_spread_has_the_middle_and_both_ends() {

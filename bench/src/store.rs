@@ -28,7 +28,7 @@ use lz4_flex::block::{CompressTable, compress_into_with_table, get_maximum_outpu
 use serde_json::json;
 
 use crate::clock::{cpu_time, now_ns};
-use crate::record::{self, Record};
+use crate::record::Record;
 use crate::stat::{Spread, Target};
 use crate::table::Table;
 
@@ -69,7 +69,6 @@ pub fn run(quick: bool, record: Option<&Path>) -> Result<()> {
         println!("built without optimisation: the numbers below mean nothing");
     }
     let size = if quick { Size { pages: 2048, passes: 3 } } else { Size { pages: corpus::IMAGE_PAGES, passes: 15 } };
-    println!("store: {}", record::machine_line());
     let mut kept = Record::new("store", json!({"quick": quick, "pages": size.pages, "passes": size.passes}));
     let mut all = Vec::new();
     let mut pages_of_all = Vec::new();

@@ -2,7 +2,7 @@
 //!
 //! | question                                   | compared with                                          | wanted    |
 //! |--------------------------------------------|--------------------------------------------------------|-----------|
-//! | segments written, bytes a second           | fio writing the same file in order, direct, as large blocks | >= 0.8 x |
+//! | segments written, bytes a second           | fio writing the same file in order, direct, as large blocks, as many at a time as ours has threads | >= 0.8 x |
 //! | room on the backing                        | the pages, uncompressed                                | -         |
 //! | one page read from the backing, at random  | fio reading 4 KiB of the same file at random           | -         |
 //!
@@ -10,9 +10,11 @@
 //! and two threads reclaim until they have. That is sustained writeback: finding pages, copying, sealing, writing, and
 //! changing slots. Same-filled pages stay where they are. After it every page is read back in
 //! another order, and compared. The file is written once from end to end before anything is measured, so that nobody waits for the file system
-//! to find room; fio and ours take turns.
+//! to find room; fio and ours take turns. What fio writes it makes before: random bytes, the same again and again.
 
 use std::fs::{self, File};
+use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -29,8 +31,10 @@ use serde_json::{Value, json};
 
 use crate::clock::{cpu_time, now_ns};
 use crate::content::heaps;
-use crate::record::{self, Record};
+use crate::record::Record;
 use crate::scratch::ScratchFile;
+use crate::session::Undo;
+use crate::side::Bench;
 use crate::stat::{Spread, Target};
 use crate::table::{Table, mib};
 
@@ -74,14 +78,22 @@ struct Tail {
 ///
 /// # Errors
 /// fio is missing, a page is wrong, or the file cannot be written.
-pub fn run(options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
-    println!("writeback: {}", record::machine_line());
+pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
     let mut kept = Record::new(
         "writeback",
-        json!({"quick": quick, "rounds": rounds, "segments": options.segments, "threads": options.threads}),
+        json!({
+            "quick": quick, "rounds": rounds, "segments": options.segments, "threads": options.threads,
+            "fio_at_a_time": options.threads,
+        }),
     );
     let pages = heaps(if quick { 1024 } else { corpus::IMAGE_PAGES }, &mut kept)?;
     let place = ScratchFile::new(&options.dir.clone().unwrap_or_else(corpus::directory))?;
+    bench.session().note(Undo::File(place.path().to_owned()))?;
+    let measured = measure(options, rounds, &pages, &place, &mut kept);
+    kept.finish(measured, record)
+}
+
+fn measure(options: &Options, rounds: usize, pages: &[Page], place: &ScratchFile, kept: &mut Record) -> Result<()> {
     let mut table = Table::new(&[
         "segment",
         "fio MB/s",
@@ -90,14 +102,16 @@ pub fn run(options: &Options, quick: bool, rounds: usize, record: Option<&Path>)
         "CPU us a page",
         "raw MiB",
         "on the backing MiB",
-        "read p50/p99 us",
-        "fio's 4 KiB",
+        "read p50 us",
+        "p99 us",
+        "fio's 4 KiB, p50 us",
+        "p99 us",
     ]);
     let mut target = None;
     for &segment_bytes in &options.segments {
         let mut turns = Vec::new();
         for round in 0..rounds {
-            let turn = turn(&pages, &place, segment_bytes, options.threads, round % 2 == 1)
+            let turn = turn(pages, place, segment_bytes, options.threads, round % 2 == 1)
                 .with_context(|| format!("segments of {segment_bytes} bytes"))?;
             kept.run(turn.json(segment_bytes, round));
             turns.push(turn);
@@ -107,17 +121,19 @@ pub fn run(options: &Options, quick: bool, rounds: usize, record: Option<&Path>)
         if segment_bytes == USUAL_SEGMENT {
             target = Some(ratio);
         }
-        let last = turns.last().context("no round")?;
+        let us = |number: fn(&Turn) -> f64| spread(number).map(|all| format!("{all:.0}"));
         table.line([
             format!("{} KiB", segment_bytes >> 10),
             format!("{:.0}", spread(|turn| turn.fio_mb_per_s)?.median),
             format!("{:.0}", spread(|turn| turn.mb_per_s)?.median),
             ratio.to_string(),
             spread(|turn| turn.cpu_us_per_page)?.to_string(),
-            mib(last.pages * 4096),
-            mib(last.written_bytes),
-            last.fetch_us.to_string(),
-            last.fio_read_us.to_string(),
+            mib(pages.len() as u64 * 4096),
+            mib(spread(|turn| turn.written_bytes as f64)?.median as u64),
+            us(|turn| turn.fetch_us.p50)?,
+            us(|turn| turn.fetch_us.p99)?,
+            us(|turn| turn.fio_read_us.p50)?,
+            us(|turn| turn.fio_read_us.p99)?,
         ]);
     }
     println!("{table}");
@@ -127,24 +143,22 @@ pub fn run(options: &Options, quick: bool, rounds: usize, record: Option<&Path>)
     kept.summary(
         json!({"target": target.about, "bound": target.bound, "measured": target.measured, "met": target.met()}),
     );
-    if let Some(directory) = record {
-        println!("record: {}", kept.save(directory)?.display());
-    }
     Ok(())
 }
 
 fn turn(pages: &[Page], place: &ScratchFile, segment_bytes: usize, threads: usize, ours_first: bool) -> Result<Turn> {
     let subject = Subject::new(pages, place, segment_bytes)?;
     let bytes = subject.backing.stats().capacity_bytes;
+    let fio_write = || fio(place, bytes, segment_bytes, Does::Write { at_a_time: threads });
     if fs::metadata(place.path())?.len() < bytes {
-        fio(place, bytes, segment_bytes, "write")?;
+        fio_write()?;
     }
-    let fio_before = if ours_first { None } else { Some(fio(place, bytes, segment_bytes, "write")?) };
+    let fio_before = if ours_first { None } else { Some(fio_write()?) };
     let (mb_per_s, cpu_us_per_page) = subject.write_back(threads)?;
     let written_bytes = subject.written_bytes();
     let fetch_us = subject.read_back(pages)?;
-    let fio_write = fio_before.map_or_else(|| fio(place, bytes, segment_bytes, "write"), Ok)?;
-    let fio_read = fio(place, bytes, 4096, "randread")?;
+    let fio_write = fio_before.map_or_else(fio_write, Ok)?;
+    let fio_read = fio(place, bytes, 4096, Does::Read)?;
     let turn = Turn {
         fio_mb_per_s: fio_write.mb_per_s,
         mb_per_s,
@@ -241,18 +255,37 @@ struct Fio {
     tail: Tail,
 }
 
-fn fio(place: &ScratchFile, bytes: u64, block_bytes: usize, what: &str) -> Result<Fio> {
+/// What fio does with the file.
+#[derive(Clone, Copy, PartialEq)]
+enum Does {
+    /// From end to end, so many blocks at a time.
+    Write { at_a_time: usize },
+    /// One block after the other, at random, for a second.
+    Read,
+}
+
+fn fio(place: &ScratchFile, bytes: u64, block_bytes: usize, does: Does) -> Result<Fio> {
     let mut command = Command::new("fio");
-    command.args(["--name=bench", "--direct=1", "--ioengine=psync", "--thread", "--output-format=json"]);
-    command.args(["--refill_buffers", "--randrepeat=1", "--norandommap", "--overwrite=0"]);
+    command.args(["--name=bench", "--direct=1", "--thread", "--output-format=json"]);
+    command.args(["--scramble_buffers=0", "--randrepeat=1", "--norandommap", "--overwrite=0"]);
     command.arg(format!("--filename={}", place.path().display())).arg(format!("--size={bytes}"));
-    command.arg(format!("--bs={block_bytes}")).arg(format!("--rw={what}"));
-    if what == "randread" {
-        command.args(["--time_based", "--runtime=1"]);
-    }
+    command.arg(format!("--bs={block_bytes}"));
+    match does {
+        Does::Write { at_a_time } => {
+            command.args(["--rw=write", "--ioengine=libaio"]).arg(format!("--iodepth={at_a_time}"))
+        }
+        Does::Read => command.args(["--rw=randread", "--ioengine=psync", "--time_based", "--runtime=1"]),
+    };
+    // SAFETY: between fork and exec one prctl(2) with numbers. Should the bench die, fio must not go on writing.
+    unsafe {
+        command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        })
+    };
     let output = command.output().context("fio cannot be run (Debian: fio)")?;
     let said: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
-    let side = &said["jobs"][0][if what == "randread" { "read" } else { "write" }];
+    let side = &said["jobs"][0][if does == Does::Read { "read" } else { "write" }];
     let us = |value: &Value| value.as_f64().map_or(f64::NAN, |ns| ns / 1000.0);
     let percentile = &side["clat_ns"]["percentile"];
     let tail = Tail { p50: us(&percentile["50.000000"]), p99: us(&percentile["99.000000"]) };
@@ -272,11 +305,5 @@ impl Turn {
             "fio_mb_per_s": self.fio_mb_per_s, "mb_per_s": self.mb_per_s, "cpu_us_per_page": self.cpu_us_per_page,
             "fetch": tail(self.fetch_us), "fio_read": tail(self.fio_read_us),
         })
-    }
-}
-
-impl std::fmt::Display for Tail {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:.0}/{:.0}", self.p50, self.p99)
     }
 }

@@ -138,6 +138,22 @@ fn a_bench_that_is_killed_in_the_middle_of_a_dd_leaves_no_mount_and_no_server_be
 }
 
 #[test]
+fn a_writeback_that_is_killed_leaves_no_file_behind() {
+    if !requires(&[Feature::Program("fio")]) {
+        return;
+    }
+    // Not where it may be a tmpfs, which takes no direct I/O.
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let arguments = ["--quick", "--runs", "1000", "writeback", "--segments", "1048576", "--dir"];
+    let mut bench = Command::new(BENCH).args(arguments).arg(directory.path()).stdout(Stdio::null()).spawn().unwrap();
+    let file = directory.path().join(format!("compcache-bench-{}.backing", bench.id()));
+    wait_for("writing", || file.metadata().is_ok_and(|file| file.len() > 0));
+    bench.kill().unwrap();
+    bench.wait().unwrap();
+    wait_for("undoing", || !file.exists() && left_by(bench.id()).is_empty());
+}
+
+#[test]
 fn a_command_keeps_its_exit_status_and_its_output() {
     if !requires(&[Feature::Root, Feature::CgroupMemory, Feature::ZramDevice]) {
         return;
