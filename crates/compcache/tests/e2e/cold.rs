@@ -49,7 +49,8 @@ fn memory_that_is_not_used_takes_much_less_and_is_right_afterwards() {
 fn memory_stays_as_it_is_where_that_is_wanted() {
     let _shared = beside_others();
     let program = idles(&["--recompress", "none", "--recompress-after", "0.1"]);
-    let mut running = program.start(ways()[0], &Cap::resident_mib(12));
+    let Some(&way) = ways().first() else { return };
+    let mut running = program.start(way, &Cap::resident_mib(12));
     running.await_output("ready\n");
     thread::sleep(Duration::from_secs(2));
     running.write_input(b"\n\n\n");

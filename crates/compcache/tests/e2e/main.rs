@@ -36,7 +36,7 @@
 //! |--------------------|---------------------------------------------------------------------|
 //! | `COMPCACHE_BIN`    | another `compcache` than the one of this build                      |
 //! | `COMPCACHE_PRELOAD`| another preload object than the one built on demand                 |
-//! | `COMPCACHE_WAYS`   | `move`, `remap`, `bare`, or several with commas: only these          |
+//! | `COMPCACHE_WAYS`   | `move` or `remap`: only this one                                    |
 //! | `COMPCACHE_SEED`   | the seed of the memory tester                                       |
 //! | `COMPCACHE_LONG`   | seconds that the memory tester runs (4)                             |
 //! | `COMPCACHE_OLD_KERNEL` | a kernel before 6.8, to be emulated (`.ci/kernel old DIR` fetches one) |

@@ -3,11 +3,13 @@
 mod build;
 pub mod by_rings;
 mod diagnose;
+mod guard;
 mod run;
 mod server;
 mod tree;
 
 pub use build::{memory_tester, preload, release_binary, trap_program};
+pub use guard::Guard;
 pub use run::{Cap, Outcome, Program, Running, Way, alone, beside_others, sample_until, ways};
 pub use server::{LoopDevice, Mounted, PATIENCE, Server, Stopped, ask, backing_file, hears, ignore, said};
 pub use tree::{Tree, can_mount};

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use compcache_testkit::features::{Feature, requires};
 use serde_json::Value;
 
-use crate::support::{Server, beside_others, memory_tester};
+use crate::support::{Guard, Server, beside_others, memory_tester};
 
 const NEEDED: [Feature; 6] = [
     Feature::Root,
@@ -38,6 +38,7 @@ fn the_machines_swap() -> (MutexGuard<'static, ()>, RwLockReadGuard<'static, ()>
 struct Swap {
     server: Server,
     device: String,
+    _guard: Guard,
 }
 
 impl Swap {
@@ -45,7 +46,10 @@ impl Swap {
         let server = Server::start(&["--memory", "1G"]);
         let printed = server.ok(&[&ON[..], &["s", "--transport", "loop"]].concat());
         let device = printed.split_whitespace().nth(1).expect("a name and a device").to_owned();
-        Swap { server, device }
+        // A server that swap is on does not end.
+        let end = r#"swapoff "$1"; kill "$2""#;
+        let guard = Guard::new(end, &[device.as_ref(), server.child.id().to_string().as_ref()]);
+        Swap { server, device, _guard: guard }
     }
 
     /// Bytes swapped out to it now.
@@ -71,7 +75,7 @@ impl Drop for Swap {
 }
 
 /// A memory cgroup of the test's own.
-struct Cgroup(PathBuf);
+struct Cgroup(PathBuf, #[allow(dead_code, reason = "it is there to be dropped")] Guard);
 
 impl Cgroup {
     fn new(limit_bytes: u64) -> Cgroup {
@@ -81,8 +85,12 @@ impl Cgroup {
             true => (v1, "memory.limit_in_bytes"),
             false => (PathBuf::from("/sys/fs/cgroup"), "memory.max"),
         };
-        let cgroup = Cgroup(root.join(name));
-        fs::create_dir(&cgroup.0).expect("a cgroup");
+        let path = root.join(name);
+        let end =
+            r#"for nth in $(seq 100); do kill -s KILL $(cat "$1/cgroup.procs"); rmdir "$1" && exit; sleep 0.1; done"#;
+        let guard = Guard::new(end, &[path.as_os_str()]);
+        fs::create_dir(&path).expect("a cgroup");
+        let cgroup = Cgroup(path, guard);
         fs::write(cgroup.0.join(file), limit_bytes.to_string()).expect("a limit");
         cgroup
     }

@@ -9,6 +9,8 @@ use std::process::Command;
 
 use compcache_testkit::features::{Feature, requires};
 
+use super::Guard;
+
 /// Set where trees are to be served so.
 const BY_RINGS: &str = "COMPCACHE_TEST_BY_RINGS";
 const PARAMETER: &str = "/sys/module/fuse/parameters/enable_uring";
@@ -17,14 +19,15 @@ fn are_meant() -> bool {
     env::var_os(BY_RINGS).is_some()
 }
 
-/// What the kernel's parameter was; it is again when this is dropped.
-struct Set(String);
+/// What the kernel's parameter was; it is again when this is dropped, or this process dies.
+struct Set(String, #[allow(dead_code, reason = "it is there to be dropped")] Guard);
 
 impl Set {
     fn to(value: &str) -> Set {
         let before = fs::read_to_string(PARAMETER).expect("it is there");
+        let guard = Guard::new(r#"printf %s "$1" >"$2""#, &[before.trim().as_ref(), PARAMETER.as_ref()]);
         fs::write(PARAMETER, value).expect("root may");
-        Set(before)
+        Set(before, guard)
     }
 }
 

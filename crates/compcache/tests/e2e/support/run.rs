@@ -13,7 +13,15 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{build, compcache, diagnose};
+use super::{Guard, build, compcache, diagnose};
+
+/// Ends the processes of a run: those of the group `$1`, and those that carry its mark, `$2`. See [`diagnose`].
+const END: &str = r#"
+kill -s KILL -- "-$1"
+for of in $(grep -lzxs "$2" /proc/[0-9]*/environ); do
+    of=${of#/proc/}
+    kill -s KILL "${of%/environ}"
+done"#;
 
 /// A run may take this long, and hangs if it takes longer.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -30,21 +38,42 @@ pub enum Way {
 }
 
 /// The ways to run under compcache on this machine, of those that `COMPCACHE_WAYS` allows.
+///
+/// # Panics
+/// It names something else, or nothing: tests would pass that have run nothing.
 pub fn ways() -> Vec<Way> {
-    let wanted = std::env::var("COMPCACHE_WAYS").unwrap_or("move,remap".into());
+    let wanted = ways_of(&std::env::var("COMPCACHE_WAYS").unwrap_or("move,remap".into()));
     let mut ways = Vec::new();
     if !compcache_testkit::features::requires(&[compcache_testkit::features::Feature::Userfaultfd]) {
         return ways;
     }
-    if wanted.contains("move")
+    if wanted.contains(&Way::Move)
         && compcache_testkit::features::requires(&[compcache_testkit::features::Feature::UffdMove])
     {
         ways.push(Way::Move);
     }
-    if wanted.contains("remap") {
+    if wanted.contains(&Way::Remap) {
         ways.push(Way::Remap);
     }
     ways
+}
+
+fn ways_of(words: &str) -> Vec<Way> {
+    let way = |word: &str| match word.trim() {
+        "move" => Way::Move,
+        "remap" => Way::Remap,
+        _ => panic!("COMPCACHE_WAYS={words:?}: {word:?} is neither move nor remap"),
+    };
+    words.split(',').map(way).collect()
+}
+
+#[test]
+fn ways_that_there_are_not_are_refused() {
+    assert_eq!(ways_of("remap,move"), [Way::Remap, Way::Move]);
+    assert_eq!(ways_of("move"), [Way::Move]);
+    for words in ["", "bare", "moves", "move,", "move;remap"] {
+        assert!(std::panic::catch_unwind(|| ways_of(words)).is_err(), "{words:?} is understood");
+    }
 }
 
 /// What the program may have.
@@ -213,8 +242,11 @@ impl Program {
         }
         let child = command.stdin(input).stdout(stdout).stderr(stderr).process_group(0).spawn();
         let child = child.unwrap_or_else(|error| panic!("{shown}: {error}"));
+        let marked = format!("{}={mark}", diagnose::MARK);
+        let guard = Guard::new(END, &[child.id().to_string().as_ref(), marked.as_ref()]);
         Running {
             child,
+            _guard: guard,
             mark,
             dir,
             started: Instant::now(),
@@ -228,9 +260,10 @@ impl Program {
     }
 }
 
-/// A program that runs. It is ended with the test if the test ends first.
+/// A program that runs. It is ended with the test if the test ends first, also where that is killed.
 pub struct Running {
     child: Child,
+    _guard: Guard,
     mark: String,
     dir: TempDir,
     started: Instant,
