@@ -4,7 +4,7 @@
 //! are compared with each other. A side that this machine does not have is named once and left out. A run that failed,
 //! or whose output was different, is shown and counts for no ratio; when it was ours, or a byte was wrong, the whole
 //! scenario fails in the end. So it does when a side of ours cannot be set up though the machine has what it needs, or any side
-//! cannot that was there before. One that the kernel ended for want of memory is tried again, and each time is shown.
+//! cannot that was there before. Where the program is pinned to one CPU, a side that works on others too is left out. One that the kernel ended for want of memory is tried again, and each time is shown.
 
 use std::path::Path;
 
@@ -67,6 +67,11 @@ impl<'b> Comparison<'b> {
         cap_bytes: impl Fn(&Side) -> u64,
         job: &Job,
     ) -> Answers {
+        let (sides, left_out): (Vec<_>, Vec<_>) =
+            sides.iter().cloned().partition(|side| job.pin.is_none() || side.fits_one_cpu());
+        for side in left_out {
+            println!("  {side}: left out: its server is not pinned to the one CPU");
+        }
         let mut runs: Vec<Vec<Option<SideRun>>> = sides.iter().map(|_| Vec::new()).collect();
         let mut missing = vec![false; sides.len()];
         for round in 0..self.rounds {
@@ -99,10 +104,10 @@ impl<'b> Comparison<'b> {
         }
         let present = missing.iter().map(|missing| !missing);
         let (sides, runs) = sides
-            .iter()
+            .into_iter()
             .zip(runs)
             .zip(present)
-            .filter_map(|((side, runs), present)| present.then_some((side.clone(), runs)))
+            .filter_map(|((side, runs), present)| present.then_some((side, runs)))
             .unzip();
         Answers { sides, runs }
     }

@@ -66,6 +66,11 @@ impl Side {
         }
     }
 
+    /// Whether all that works for it stays on the one CPU that its program is pinned to. The server of a disk of ours, and the kernel's threads before it, do not.
+    pub fn fits_one_cpu(&self) -> bool {
+        !matches!(self, Side::Kernel(path) if path.is_ours())
+    }
+
     /// Reads a list of words that the program itself wrote down.
     pub fn list(words: &[&str]) -> Vec<Side> {
         words.iter().map(|word| word.parse().expect("a side that is written in the source")).collect()

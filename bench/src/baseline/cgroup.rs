@@ -40,7 +40,7 @@ impl Cgroup {
     /// # Errors
     /// No memory controller, or no right to make groups.
     pub fn make(session: &Session, limit_bytes: Option<u64>) -> Result<Cgroup> {
-        let unified = !Path::new(V1).join("memory.limit_in_bytes").exists();
+        let unified = is_unified();
         if unified {
             enable_controllers()?;
         }
@@ -159,6 +159,11 @@ impl Cgroup {
     fn number(&self, file: &str) -> u64 {
         read_trimmed(self.path.join(file)).ok().and_then(|text| text.parse().ok()).unwrap_or(0)
     }
+}
+
+/// Whether groups are of version 2, in which zswap's pool is charged to the group whose pages it holds.
+pub fn is_unified() -> bool {
+    !Path::new(V1).join("memory.limit_in_bytes").exists()
 }
 
 /// Ends what is in the group at `path`: processes that the bench started, or their children.
