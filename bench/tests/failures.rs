@@ -57,6 +57,13 @@ fn a_scenario_in_which_ours_does_not_start_fails() {
         let (succeeded, said) = bench(&compcache, arguments);
         assert!(!succeeded && said.contains("ours failed") && said.contains("it is broken"), "{arguments:?}: {said}");
     }
+    // What came before is not lost.
+    let records = directory.path().join("records");
+    let (succeeded, said) = bench(&compcache, &[&["--record", records.to_str().unwrap()], all[3]].concat());
+    assert!(!succeeded && records.exists(), "{said}");
+    let record = record_in(&records);
+    assert!(record["runs"].as_array().unwrap().iter().all(|run| run["side"] == "plain"), "{record}");
+    assert!(record["error"].as_str().unwrap().contains("it is broken"), "{record}");
 }
 
 #[test]
