@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use compcache_store::StoreError;
 
 /// Grouped by what the caller can do about it. Nothing is left mounted after any of them but [`FsError::InUse`],
-/// [`FsError::Covered`] and [`FsError::Unmount`].
+/// [`FsError::Covered`], [`FsError::Elsewhere`] and [`FsError::Unmount`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FsError {
@@ -100,6 +100,12 @@ pub enum FsError {
         path: PathBuf,
         /// Of which kind it is.
         kind: String,
+    },
+    /// Somebody has mounted the same tree in another place as well (`mount --bind`), and uses it there.
+    #[error("the same tree is mounted on {}, too; unmount it there", path.display())]
+    Elsewhere {
+        /// In which.
+        path: PathBuf,
     },
     /// It was not unmounted.
     #[error("cannot unmount {}", path.display())]

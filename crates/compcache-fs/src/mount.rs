@@ -117,8 +117,16 @@ impl MountOptions {
 #[derive(Clone, Debug)]
 pub struct MountedAt {
     path: PathBuf,
-    /// Its number in the table of mounts; `None` where the table cannot be read.
-    device: Option<Vec<u8>>,
+    /// `None` where the table of mounts cannot be read.
+    line: Option<Line>,
+}
+
+/// What tells a mount from all others in the table of mounts, wherever it is moved.
+#[derive(Clone, Debug)]
+struct Line {
+    id: Vec<u8>,
+    /// Others may have it, too: the same tree in further places.
+    device: Vec<u8>,
 }
 
 impl MountedAt {
@@ -126,36 +134,53 @@ impl MountedAt {
     fn now(path: PathBuf) -> MountedAt {
         let table = table_of_mounts().unwrap_or_default();
         let ours = uppermost(&table, &path).filter(|mounted| mounted.kind == KIND.as_bytes());
-        MountedAt { device: ours.map(|mounted| mounted.device.to_vec()), path }
+        let line = ours.map(|mounted| Line { id: mounted.id.to_vec(), device: mounted.device.to_vec() });
+        MountedAt { line, path }
     }
 
-    /// Where.
+    /// Where it was mounted.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Unmounts it, and nothing else; [`Mount::wait`] then returns, unless it is mounted elsewhere, too, or files are open of what was taken out of
-    /// the tree (`umount -l`): with the last of that. If it is not there any more, there is nothing to unmount.
+    /// Unmounts it where it is by now, and nothing else; [`Mount::wait`] then returns, unless others have it mounted in a namespace of theirs, or files are
+    /// open of what was taken out of the tree (`umount -l`): with the last of that. If it is not there any more, there is nothing to unmount.
     ///
     /// # Errors
-    /// [`FsError::InUse`], [`FsError::Covered`]: it goes on. [`FsError::Unmount`], also where it cannot be known what is mounted there.
+    /// [`FsError::InUse`], [`FsError::Covered`], [`FsError::Elsewhere`]: it goes on. [`FsError::Unmount`], also where it cannot be known what is mounted.
     pub fn unmount(&self) -> Result<(), FsError> {
         // Nobody could say of it which it is.
-        let Some(device) = &self.device else { return unmount(&self.path) };
-        let table = table_of_mounts().map_err(|error| FsError::Unmount { path: self.path.clone(), error })?;
-        if self.is_seen(&table, device)? { unmount(&self.path) } else { Ok(()) }
+        let Some(line) = &self.line else { return unmount(&self.path) };
+        let table = || table_of_mounts().map_err(|error| FsError::Unmount { path: self.path.clone(), error });
+        if let Some(place) = line.place(&table()?)? {
+            unmount(&place)?;
+        }
+        match line.elsewhere(&table()?) {
+            Some(path) => Err(FsError::Elsewhere { path }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Line {
+    /// Where it is, if it is anywhere; the system call takes whatever lies on top there.
+    fn place(&self, table: &[u8]) -> Result<Option<PathBuf>, FsError> {
+        let Some(ours) = mounts(table).find(|mounted| mounted.id == self.id && mounted.device == self.device) else {
+            return Ok(None);
+        };
+        let path = ours.place();
+        match uppermost(table, &path) {
+            Some(seen) if seen.device != self.device => {
+                let kind = String::from_utf8_lossy(seen.kind).into_owned();
+                Err(FsError::Covered { path, kind })
+            }
+            _ => Ok(Some(path)),
+        }
     }
 
-    /// Whether it is there, where the system call takes whatever lies on top.
-    fn is_seen(&self, table: &[u8], device: &[u8]) -> Result<bool, FsError> {
-        let is_there = mounts(table).any(|mounted| mounted.device == device && mounted.place() == self.path);
-        match uppermost(table, &self.path) {
-            Some(seen) if is_there && seen.device != device => {
-                let kind = String::from_utf8_lossy(seen.kind).into_owned();
-                Err(FsError::Covered { path: self.path.clone(), kind })
-            }
-            _ => Ok(is_there),
-        }
+    /// A place where somebody has mounted the same tree once more.
+    fn elsewhere(&self, table: &[u8]) -> Option<PathBuf> {
+        mounts(table).find(|mounted| mounted.device == self.device).map(|mounted| mounted.place())
     }
 }
 
@@ -475,12 +500,24 @@ mod tests {
         let ours = "90 22 0:50 / /mnt rw - fuse.compcache /srv rw\n";
         let over = "91 90 0:51 / /mnt rw - tmpfs none rw\n";
         let other = "92 22 0:52 / /mnt rw - fuse.compcache /srv rw\n";
-        let at = MountedAt { path: "/mnt".into(), device: None };
-        let seen = |table: &[&str]| at.is_seen(table.concat().as_bytes(), b"0:50");
-        assert!(matches!(seen(&[ours]), Ok(true)));
-        assert!(matches!(seen(&[ours, over]), Err(FsError::Covered { .. })));
-        assert!(matches!(seen(&[]), Ok(false)));
-        assert!(matches!(seen(&[other]), Ok(false)), "ours was unmounted, and another mounted");
+        let line = Line { id: b"90".to_vec(), device: b"0:50".to_vec() };
+        let place = |table: &[&str]| line.place(table.concat().as_bytes());
+        assert!(matches!(place(&[ours]), Ok(Some(place)) if place == Path::new("/mnt")));
+        assert!(matches!(place(&[ours, over]), Err(FsError::Covered { .. })));
+        assert!(matches!(place(&[]), Ok(None)));
+        assert!(matches!(place(&[other]), Ok(None)), "ours was unmounted, and another mounted");
+    }
+
+    #[test]
+    fn a_mount_is_found_where_it_was_moved_and_one_of_the_same_tree_is_not_taken_for_it() {
+        let moved = "90 22 0:50 / /other rw - fuse.compcache /srv rw\n";
+        let bound = "93 22 0:50 /sub /bound rw - fuse.compcache /srv rw\n";
+        let line = Line { id: b"90".to_vec(), device: b"0:50".to_vec() };
+        let place = |table: &[&str]| line.place(table.concat().as_bytes()).unwrap();
+        assert_eq!(place(&[bound, moved]), Some("/other".into()));
+        assert_eq!(place(&[bound]), None);
+        assert_eq!(line.elsewhere(bound.as_bytes()), Some("/bound".into()));
+        assert_eq!(line.elsewhere(b"94 22 0:51 / /mnt rw - fuse.compcache /srv rw\n"), None);
     }
 
     #[test]

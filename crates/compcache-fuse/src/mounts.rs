@@ -17,8 +17,10 @@ use std::path::{Path, PathBuf};
 /// A line of the table. What is bytes here the kernel writes as it is; names are behind methods, for it escapes them.
 #[derive(Debug)]
 pub struct Mounted<'t> {
-    id: &'t [u8],
-    parent: &'t [u8],
+    /// Its number, which it keeps wherever it is moved.
+    pub id: &'t [u8],
+    /// The number of what it is mounted on.
+    pub parent: &'t [u8],
     /// `major:minor`. Btrfs has numbers of its own.
     pub device: &'t [u8],
     root: &'t [u8],

@@ -168,6 +168,45 @@ fn what_somebody_mounted_over_a_mount_is_not_unmounted_in_its_place() {
 }
 
 #[test]
+fn a_mount_whose_directory_has_another_name_by_now_is_unmounted_there() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&[]);
+    let place = tree.target().parent().unwrap().to_owned();
+    let moved = place.with_extension("moved");
+    fs::rename(&place, &moved).unwrap();
+    send(libc::SIGTERM, &tree.child);
+    let give_up = Instant::now() + PATIENCE;
+    while tree.child.try_wait().unwrap().is_none() && Instant::now() < give_up {
+        thread::sleep(Duration::from_millis(20));
+    }
+    let is_left = is_mounted(&moved);
+    fs::rename(&moved, &place).unwrap();
+    assert!(!is_left, "it was not unmounted where it is");
+    ends(&mut tree.child);
+}
+
+#[test]
+fn a_mount_that_is_bound_elsewhere_ends_when_it_is_unmounted_there_too() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&[]);
+    let elsewhere = scratch();
+    let bound = Mounted(elsewhere.path().to_owned());
+    let mounted = Command::new("mount").arg("--bind").arg(tree.target()).arg(&bound.0).status().expect("mount runs");
+    assert!(mounted.success());
+    send(libc::SIGTERM, &tree.child);
+    let said = tree.hears("not ending");
+    assert!(said.contains(bound.0.to_str().unwrap()), "{said}");
+    fs::write(bound.0.join("f"), "still served").unwrap();
+    drop(bound);
+    ends(&mut tree.child);
+    assert_eq!(fs::read(tree.source().join("f")).unwrap(), b"still served");
+}
+
+#[test]
 fn a_server_ends_with_all_its_disks_or_with_none() {
     for _ in 0..10 {
         let server = Server::start(&[]);
