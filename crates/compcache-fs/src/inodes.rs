@@ -16,7 +16,7 @@
 //!
 //! **Room.** The kernel remembers every file it has met until it wants the memory, and a process has only so many descriptors. When half of them
 //! are taken, the files that were met first are handed, by all of their names, to a thread that has the kernel forget them ([`Inodes::oldest`]); it keeps those that are
-//! in use, and says of the others that they are forgotten. Directories are left alone: something may be mounted on them.
+//! in use, and says of the others that they are forgotten. Directories are left alone, and files that something is mounted on (`mounted_on.rs`): the kernel would unmount it.
 //!
 //! The idea of holding files by O_PATH is libfuse's `passthrough_ll`. One lock, held for a few map operations and never around a system call.
 

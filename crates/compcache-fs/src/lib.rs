@@ -33,6 +33,7 @@ mod inodes;
 mod kept;
 mod lower;
 mod mount;
+mod mounted_on;
 mod names;
 mod stamp;
 #[allow(unsafe_code)]

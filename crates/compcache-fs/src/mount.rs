@@ -25,6 +25,8 @@ use rustix::system::sysinfo;
 
 use crate::error::FsError;
 use crate::inodes::Inodes;
+use crate::mounted_on::MountedOn;
+use crate::names::Place;
 use crate::stamp::Stamp;
 use crate::tree::{ByLibrary, Notice, Parts, RING_BYTES_MAX, Tree, request_bytes_max};
 use crate::watch::Watches;
@@ -247,7 +249,9 @@ impl Mount {
             tree.linger.get_or_init(|| Linger::new(connection));
         }
         let notifier = session.notifier();
-        let tell = move || tell(&heard, &notifier, &inodes);
+        let device = mount.at.line.as_ref().map(|line| line.device.clone()).unwrap_or_default();
+        let kernel = Kernel { notifier, inodes, device };
+        let tell = move || tell(&heard, &kernel);
         let started = thread::Builder::new().name("notices".into()).spawn(tell);
         started.map_err(|error| FsError::Thread { error })?;
         start_upkeep(&cache, options.exclusive)?;
@@ -434,8 +438,32 @@ fn start_upkeep(cache: &Arc<Cache<Stamp>>, keeps_written: bool) -> Result<(), Fs
     started.map(drop).map_err(|error| FsError::Thread { error })
 }
 
+/// Who is told, and what he knows.
+struct Kernel {
+    notifier: Notifier,
+    inodes: Arc<Inodes>,
+    /// The mount's number in the table of mounts; empty where that cannot be read.
+    device: Vec<u8>,
+}
+
+impl Kernel {
+    fn mounted_on(&self) -> MountedOn {
+        MountedOn::read(&table_of_mounts().unwrap_or_default(), &self.device, &self.inodes)
+    }
+
+    /// Has it forget these names. Returns those that it must keep.
+    fn forget(&self, names: Vec<Place>, mounted_on: &MountedOn) -> Vec<Place> {
+        let (kept, forgotten): (Vec<_>, Vec<_>) = names.into_iter().partition(|place| mounted_on.has(place));
+        for (parent, name) in forgotten {
+            let _ = self.notifier.inval_entry(parent, &name);
+        }
+        kept
+    }
+}
+
 /// Tells the kernel what it must hear. Not done by a thread that serves: the kernel may wait for a request meanwhile.
-fn tell(notices: &Receiver<Notice>, notifier: &Notifier, inodes: &Inodes) {
+fn tell(notices: &Receiver<Notice>, kernel: &Kernel) {
+    let Kernel { notifier, inodes, .. } = kernel;
     // All were in use, it seems: until then, or until there are many more, whoever wants room is not heard.
     let mut rest_until: Option<Instant> = None;
     loop {
@@ -454,15 +482,15 @@ fn tell(notices: &Receiver<Notice>, notifier: &Notifier, inodes: &Inodes) {
             Ok(Notice::Outdated(number)) => drop(notifier.inval_inode(number, 0, 0)),
             Ok(Notice::Superfluous(number)) => {
                 // Those that come to be too many meanwhile are told of again, behind what others wait for.
-                let names = inodes.get(number).map(|node| node.names.take_superfluous());
-                for (parent, name) in names.unwrap_or_default() {
-                    let _ = notifier.inval_entry(parent, &name);
+                if let Ok(node) = inodes.get(number) {
+                    let kept = kernel.forget(node.names.take_superfluous(), &kernel.mounted_on());
+                    kept.iter().for_each(|(parent, name)| node.names.add(*parent, name));
                 }
             }
             Ok(Notice::Crowded) if rest_until.is_none() || inodes.is_crowded() => {
                 inodes.heard();
                 let begun = Instant::now();
-                rest_until = (!make_room(notifier, inodes)).then(|| {
+                rest_until = (!make_room(kernel)).then(|| {
                     inodes.tolerate();
                     Instant::now() + (begun.elapsed() * REST).min(REST_MAX)
                 });
@@ -476,15 +504,14 @@ fn tell(notices: &Receiver<Notice>, notifier: &Notifier, inodes: &Inodes) {
 }
 
 /// Has the kernel forget files, from the one met first on, until it knows few enough, or was asked for all of them. Whether it knows few enough.
-fn make_room(notifier: &Notifier, inodes: &Inodes) -> bool {
+fn make_room(kernel: &Kernel) -> bool {
+    let (inodes, mounted_on) = (&kernel.inodes, kernel.mounted_on());
     for _ in 0..inodes.count() {
         if !inodes.is_crowded() {
             return true;
         }
         let Some(node) = inodes.oldest() else { break };
-        for (parent, name) in node.names.all() {
-            let _ = notifier.inval_entry(parent, &name);
-        }
+        kernel.forget(node.names.all(), &mounted_on);
     }
     !inodes.is_crowded()
 }

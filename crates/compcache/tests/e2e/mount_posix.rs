@@ -15,7 +15,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::support::{Tree, can_mount};
+use crate::support::{Mounted, Tree, can_mount};
 
 /// What was done, and what came of it.
 #[derive(Default)]
@@ -599,6 +599,35 @@ fn more_files_are_renamed_and_have_other_names_than_descriptors_may_be_open() {
         assert_eq!(fs::read_to_string(place("other/link", number)).unwrap(), (number ^ 1).to_string());
     }
     (0..100).for_each(|number| assert_eq!(fs::read_to_string(names(number)).unwrap(), "many"));
+}
+
+#[test]
+fn what_is_mounted_on_a_file_stays_where_room_is_made() {
+    if !can_mount(&["umount"]) {
+        return;
+    }
+    let tree = Tree::mounted_with_descriptors(1000, &[]);
+    let (other, file, linked) =
+        (tree.source().with_file_name("other"), tree.target().join("f"), tree.target().join("g"));
+    fs::write(&other, "another").unwrap();
+    let bound = [&file, &linked].map(|place| {
+        fs::write(place, "ours").unwrap();
+        let bound = Command::new("mount").arg("--bind").args([&other, place]).status().unwrap();
+        assert!(bound.success());
+        Mounted(place.clone())
+    });
+    // Its further names, more than are known of a file.
+    for number in 0..100 {
+        fs::hard_link(tree.source().join("g"), tree.source().join(format!("g {number}"))).unwrap();
+        assert_eq!(fs::read(tree.target().join(format!("g {number}"))).unwrap(), b"ours");
+    }
+    for number in 0..3000 {
+        fs::write(tree.target().join(number.to_string()), "").unwrap();
+    }
+    thread::sleep(Duration::from_millis(500));
+    assert_eq!([&file, &linked].map(|place| fs::read_to_string(place).unwrap()), ["another"; 2]);
+    drop(bound);
+    assert_eq!([&file, &linked].map(|place| fs::read_to_string(place).unwrap()), ["ours"; 2]);
 }
 
 #[test]
