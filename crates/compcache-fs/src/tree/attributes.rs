@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use fuser::{FileAttr, FileHandle, INodeNo, TimeOrNow};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, Timespec, Timestamps, chmodat, chownat, ftruncate, utimensat};
-use rustix::io;
+use rustix::io::{self, Errno};
 use rustix::process::{Gid, Uid};
 
 use super::Tree;
@@ -72,13 +72,15 @@ impl Tree {
     /// Gives a file another length.
     fn cut(&self, caller: Caller, node: &Node, handle: Option<FileHandle>, size_bytes: u64) -> io::Result<()> {
         let open = handle.and_then(|handle| self.files.asked(handle).ok()).filter(|open| open.writes);
-        // Whoever may not keep these bits is not told by fuser; root alone is taken to be allowed.
-        let cut = || match &open {
-            Some(open) => ftruncate(&open.fd, size_bytes),
-            None => ftruncate(self.inodes.reach(node, OFlags::WRONLY | OFlags::NONBLOCK)?, size_bytes),
+        let reach = || self.inodes.reach(node, OFlags::WRONLY | OFlags::NONBLOCK);
+        let reached = if open.is_some() { None } else { Some(self.with_room(reach)?) };
+        let cut = || match (&open, &reached) {
+            (Some(open), _) => ftruncate(&open.fd, size_bytes),
+            (None, reached) => ftruncate(reached.as_ref().ok_or(Errno::BADF)?, size_bytes),
         };
         // Also the page that the end was in before: what it held behind that was zeroes, and may be shown now.
         let before = node.look()?.stx_size;
+        // Whoever may not keep these bits is not told by fuser; root alone is taken to be allowed.
         dropping_suid(caller.uid != 0, node, || self.writing(node, (size_bytes.min(before), u64::MAX), cut))
     }
 }

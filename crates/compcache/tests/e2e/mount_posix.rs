@@ -7,7 +7,7 @@ use std::ffi::CString;
 use std::fmt::Debug;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, IntoRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{self as unix, FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
@@ -628,6 +628,43 @@ fn what_is_mounted_on_a_file_stays_where_room_is_made() {
     assert_eq!([&file, &linked].map(|place| fs::read_to_string(place).unwrap()), ["another"; 2]);
     drop(bound);
     assert_eq!([&file, &linked].map(|place| fs::read_to_string(place).unwrap()), ["ours"; 2]);
+}
+
+#[test]
+fn who_cuts_or_closes_waits_for_a_descriptor_and_is_not_refused() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted_with_descriptors(400, &[]);
+    let path = tree.target().join("f");
+    let written = File::create(&path).unwrap();
+    let mut open = vec![File::open(&path).unwrap()];
+    let error = loop {
+        match File::open(&path) {
+            Ok(file) => open.push(file),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.raw_os_error(), Some(libc::EMFILE), "all that there are are taken");
+    // By the file itself, which asks for no other.
+    let itself = c(format!("/proc/self/fd/{}", open[0].as_raw_fd()));
+    let closed = thread::scope(|scope| {
+        let last = open.pop();
+        scope.spawn(move || {
+            thread::sleep(Duration::from_millis(300));
+            drop(last);
+        });
+        // SAFETY: it reads a string that outlives the call.
+        let cut = unsafe { libc::truncate(itself.as_ptr(), 5) };
+        assert_eq!(cut, 0, "{}", io::Error::last_os_error());
+        while let Ok(file) = File::open(&path) {
+            open.push(file);
+        }
+        // SAFETY: the number is given up by its owner in this very expression.
+        checked(unsafe { libc::close(written.into_raw_fd()) }.into())
+    });
+    assert_eq!(closed.unwrap(), 0);
+    assert_eq!(open[0].metadata().unwrap().len(), 5);
 }
 
 #[test]
