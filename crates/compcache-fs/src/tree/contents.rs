@@ -22,8 +22,8 @@ use crate::watch::Changed;
 use crate::{lower, sys};
 
 const PAGE: u64 = 4096;
-/// What `ReplyWrite` can say at most, in whole pages.
-const COPY_BYTES_MAX: u64 = 0x7fff_f000;
+/// Copied by one request, during which nobody who asked can be interrupted, nor killed. He goes on with the next; a multiple of what file systems share.
+const COPY_BYTES_MAX: u64 = 32 << 20;
 
 /// lseek(2).
 const SEEK_DATA: i32 = 3;

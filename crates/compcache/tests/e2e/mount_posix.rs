@@ -668,6 +668,34 @@ fn who_cuts_or_closes_waits_for_a_descriptor_and_is_not_refused() {
 }
 
 #[test]
+fn a_long_copy_is_made_in_pieces_between_which_it_can_be_interrupted() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted(&[]);
+    let open = |name: &str| {
+        File::options().read(true).write(true).create(true).truncate(false).open(tree.target().join(name)).unwrap()
+    };
+    let (from, to, length) = (open("from"), open("to"), 100 << 20);
+    from.set_len(length as u64).unwrap();
+    from.write_at(b"at the end", length as u64 - 10).unwrap();
+    let (mut at, mut pieces) = ((0i64, 0i64), 0);
+    loop {
+        let left = length - at.0 as usize;
+        // SAFETY: both offsets outlive the call.
+        let copied = unsafe { libc::copy_file_range(from.as_raw_fd(), &mut at.0, to.as_raw_fd(), &mut at.1, left, 0) };
+        match copied {
+            0 => break,
+            1..=0x200_0000 => pieces += 1,
+            _ => panic!("{copied}: {}", io::Error::last_os_error()),
+        }
+    }
+    let mut end = [0; 10];
+    to.read_exact_at(&mut end, length as u64 - 10).unwrap();
+    assert_eq!((pieces, &end), (4, b"at the end"));
+}
+
+#[test]
 fn files_in_use_are_not_asked_for_room_without_end() {
     if !can_mount(&[]) {
         return;
