@@ -5,14 +5,15 @@
 //! give its inode number to another file while we hold it. The kernel counts how often it was given a number and says when it forgets.
 //!
 //! **Numbers** are those below, so that `st_ino` is: on the device of the root the inode's own number; on others (a mount below the
-//! source) the number with the device's, counted as they are met, in its upper 16 bits; numbers that do not fit so, and number 1, which is
-//! the root's by the protocol, get one from a counter.
+//! source) the number with upper 16 bits that are the device's, counted down as they are met, past those that files of the root's device have had; numbers that do not fit so, or whose
+//! upper bits are another device's, and number 1, which is the root's by the protocol, get one from a counter, each time that they are met.
 //!
-//! | device | number below | number given        |
-//! |--------|--------------|---------------------|
-//! | root's | 1835009      | 1835009             |
-//! | second | 1835009      | 0x0001_0000001c0001 |
-//! | root's | 1            | 0xffff_000000000000 |
+//! | device | number below        | number given        |
+//! |--------|---------------------|---------------------|
+//! | root's | 1835009             | 1835009             |
+//! | root's | 0x0003_0000001c0001 | 0x0003_0000001c0001 |
+//! | second | 1835009             | 0xfffe_0000001c0001 |
+//! | root's | 1                   | 0xffff_000000000000 |
 //!
 //! **Room.** The kernel remembers every file it has met until it wants the memory, and a process has only so many descriptors. When half of them
 //! are taken, the files that were met first are handed, by all of their names, to a thread that has the kernel forget them ([`Inodes::oldest`]); it keeps those that are
@@ -46,6 +47,8 @@ const ROOM_TRIES: u32 = 500;
 const ROOM_PAUSE: Duration = Duration::from_millis(2);
 /// Numbers that are nobody's below.
 const COUNTED: u64 = 0xffff << DEVICE_SHIFT;
+/// All upper bits but theirs.
+const UPPERS: usize = 0xffff;
 
 /// A file that the kernel knows.
 pub struct Node {
@@ -102,18 +105,54 @@ struct Known {
     met: Option<u64>,
 }
 
-#[derive(Default)]
+/// Whose numbers have these upper bits.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Upper {
+    Free,
+    Root,
+    Other,
+}
+
 struct Table {
     by_number: HashMap<u64, Known>,
     by_id: HashMap<FileId, u64>,
-    /// The root's first.
-    devices: Vec<u64>,
+    root_device: u64,
+    /// The upper bits of others, if there were any left.
+    devices: HashMap<u64, Option<u64>>,
+    uppers: Vec<Upper>,
     /// Which file was met when, of those that the kernel may be asked to forget: counted, not timed.
     met: BTreeMap<u64, u64>,
     meetings: u64,
 }
 
 impl Table {
+    fn new(root_device: u64) -> Table {
+        let mut uppers = vec![Upper::Free; UPPERS];
+        uppers[0] = Upper::Root;
+        let (by_number, by_id, devices, met) = Default::default();
+        Table { by_number, by_id, root_device, devices, uppers, met, meetings: 0 }
+    }
+
+    /// The number of a file that follows from its own, if one does.
+    fn number(&mut self, id: FileId) -> Option<u64> {
+        let upper = id.ino >> DEVICE_SHIFT;
+        if id.ino <= INodeNo::ROOT.0 {
+            return None;
+        }
+        if id.dev == self.root_device {
+            let whose = self.uppers.get_mut(upper as usize).filter(|whose| **whose != Upper::Other)?;
+            *whose = Upper::Root;
+            return Some(id.ino);
+        }
+        let uppers = &mut self.uppers;
+        let device = *self.devices.entry(id.dev).or_insert_with(|| {
+            let free = uppers.iter().rposition(|whose| *whose == Upper::Free)?;
+            uppers[free] = Upper::Other;
+            Some(free as u64)
+        });
+        device.filter(|_| upper == 0).map(|device| device << DEVICE_SHIFT | id.ino)
+    }
+
     /// A file counts as met last.
     fn meet(&mut self, number: u64) -> u64 {
         self.meetings += 1;
@@ -146,7 +185,7 @@ impl Inodes {
         let stat = look(&fd)?;
         let id = id_of(&stat);
         let root = Arc::new(Node::new(INodeNo::ROOT, &stat, fd));
-        let mut table = Table { devices: vec![id.dev], ..Table::default() };
+        let mut table = Table::new(id.dev);
         table.by_id.insert(id, INodeNo::ROOT.0);
         // Never forgotten.
         table.by_number.insert(INodeNo::ROOT.0, Known { node: root.clone(), lookups: u64::MAX / 2, met: None });
@@ -308,13 +347,7 @@ impl Inodes {
     }
 
     fn number(&self, table: &mut Table, id: FileId) -> u64 {
-        let device = table.devices.iter().position(|dev| *dev == id.dev).unwrap_or_else(|| {
-            table.devices.push(id.dev);
-            table.devices.len() - 1
-        });
-        let fits = id.ino < 1 << DEVICE_SHIFT && device < 0xffff && id.ino > INodeNo::ROOT.0;
-        let number = (device as u64) << DEVICE_SHIFT | id.ino;
-        if fits { number } else { self.counted.fetch_add(1, Relaxed) }
+        table.number(id).unwrap_or_else(|| self.counted.fetch_add(1, Relaxed))
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
@@ -406,14 +439,27 @@ mod tests {
     }
 
     #[test]
+    fn long_numbers_stay_what_they_are_and_are_nobody_elses() {
+        let mut table = Table::new(7);
+        let mut number = |dev, ino| table.number(FileId { dev, ino });
+        let long = |upper: u64| upper << 48 | 99;
+        assert_eq!([number(7, long(3)), number(7, long(0xfffe))], [Some(long(3)), Some(long(0xfffe))]);
+        assert_eq!(number(8, 99), Some(long(0xfffd)), "the first upper bits that were left");
+        assert_eq!(number(7, long(0xfffd)), None, "those are another device's by now");
+        assert_eq!([number(7, long(0xffff)), number(8, long(3)), number(7, 1)], [None; 3]);
+        assert_eq!([number(7, long(3)), number(8, 99)], [Some(long(3)), Some(long(0xfffd))], "the same again");
+        (0..0xffff).for_each(|upper| assert!(upper == 0xfffd || number(7, long(upper)).is_some()));
+        assert_eq!(number(9, 99), None, "no upper bits are left");
+    }
+
+    #[test]
     fn the_root_is_number_one_and_another_file_of_that_number_is_not() {
         let directory = tempfile::tempdir().unwrap();
         let inodes = Inodes::new(directory.path()).unwrap();
-        let mut table = Table { devices: vec![7], ..Table::default() };
+        let mut table = Table::new(7);
         assert_eq!(inodes.number(&mut table, FileId { dev: 7, ino: 99 }), 99);
-        assert_eq!(inodes.number(&mut table, FileId { dev: 8, ino: 99 }), 1 << 48 | 99);
+        assert_eq!(inodes.number(&mut table, FileId { dev: 8, ino: 99 }), 0xfffe << 48 | 99);
         assert_eq!(inodes.number(&mut table, FileId { dev: 7, ino: 1 }), COUNTED);
-        assert_eq!(inodes.number(&mut table, FileId { dev: 7, ino: 1 << 60 }), COUNTED + 1);
         let (root, _) = inodes.give(place(directory.path()), INodeNo::ROOT, OsStr::new(".")).unwrap();
         assert_eq!(root.number, INodeNo::ROOT);
     }
