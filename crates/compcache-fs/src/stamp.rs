@@ -14,6 +14,9 @@
 //! ours has caught up: slower, never wrong. One that is behind makes it seem old too soon, and of two changes within one step of that clock the second is missed
 //! by who read in between; no margin would be the right one.
 //!
+//! A write gives a file both times, of contents and of anything, and who sets the first by hand has the second set for it. So where the first lies in the future, as much as a
+//! stamp must be old, and the second is settled, it was set by hand, and the second alone says how old the stamp is: else such a file would not be kept until then.
+//!
 //! A file is given its time when a write begins. What one long call writes 40 ms later and more is not told from what was there before: no age would be enough,
 //! for a write to a busy disk takes seconds, and with each second more that is asked for, more of what was just made would be read again and again. Who watches is told at the end of the call.
 
@@ -50,7 +53,8 @@ impl Stamp {
         let coarse = self.changed.1 == 0 || self.modified.1 == 0;
         let settled = if coarse { SETTLED_COARSE } else { SETTLED }.as_nanos() as i128;
         let ns = |moment: Moment| i128::from(moment.0) * 1_000_000_000 + i128::from(moment.1);
-        ns(now) - ns(self.changed.max(self.modified)) >= settled
+        let (modified, changed) = (ns(now) - ns(self.modified), ns(now) - ns(self.changed));
+        changed >= settled && (modified >= settled || modified <= -settled)
     }
 
     /// What stays the same while nobody but us changes the file.
@@ -156,6 +160,18 @@ mod tests {
     fn a_stamp_with_a_new_modification_time_is_young_though_its_change_is_old() {
         let stamp = Stamp { modified: (200, 1), ..changed_at((100, 1)) };
         assert!(!stamp.is_settled((200, 2)));
+    }
+
+    #[test]
+    fn a_modification_time_in_the_future_was_set_by_hand_and_the_change_counts() {
+        let changed = (100, 980_000_000);
+        let stamp = |modified| Stamp { modified, ..changed_at(changed) };
+        assert!(stamp((5000, 1)).is_settled((101, 20_000_000)));
+        assert!(!stamp((5000, 1)).is_settled((101, 19_999_999)), "it was set a moment ago");
+        assert!(!stamp((101, 21_000_000)).is_settled((101, 20_000_000)), "a clock that is hardly ahead");
+        assert!(stamp((5000, 0)).is_settled((103, 80_000_000)) && !stamp((5000, 0)).is_settled((103, 0)));
+        let ahead = Stamp { modified: (5000, 1), ..changed_at((5000, 1)) };
+        assert!(!ahead.is_settled((4000, 0)) && ahead.is_settled((5001, 0)), "a clock ahead of ours");
     }
 
     #[test]
