@@ -295,7 +295,7 @@ fn flags_below(flags: OpenFlags) -> OFlags {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use std::fs;
     use std::path::Path;
     use std::sync::mpsc::channel;
@@ -320,7 +320,7 @@ mod tests {
         }
     }
 
-    fn tree(directory: &Path, exclusive: bool) -> Tree {
+    pub fn tree(directory: &Path, exclusive: bool) -> Tree {
         let parts = Parts {
             inodes: Arc::new(Inodes::new(directory).unwrap()),
             cache: Arc::new(Cache::new(2 << 20, Codec::Lz4).unwrap()),

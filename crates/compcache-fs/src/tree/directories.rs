@@ -99,17 +99,24 @@ impl Tree {
             seek(&open.fd, SeekFrom::Start(offset))?;
             *listing = Listing { at: offset, ..Listing::default() };
         }
+        let mut any_given = false;
         loop {
             while let Some(listed) = listing.batch.get(listing.given) {
                 if !give(&open, listed) {
                     return Ok(());
                 }
+                any_given = true;
                 listing.at = listed.next;
                 listing.given += 1;
             }
             listing.given = 0;
             listing.batch.clear();
-            read_batch(&open, &mut listing.batch)?;
+            let read = read_batch(&open, &mut listing.batch);
+            if any_given && listing.batch.is_empty() {
+                // An error is what who asks next is told: with it, those that were given now would be lost.
+                return Ok(());
+            }
+            read?;
             if listing.batch.is_empty() {
                 return Ok(());
             }
@@ -157,4 +164,35 @@ fn kind(kind: rustix::fs::FileType) -> Option<FileType> {
         rustix::fs::FileType::BlockDevice => FileType::BlockDevice,
         rustix::fs::FileType::Unknown => return None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::tree::contents::tests::tree;
+
+    #[test]
+    fn names_that_were_given_before_an_error_are_not_lost_by_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let listed = directory.path().join("d");
+        fs::create_dir(&listed).unwrap();
+        (0..3000).for_each(|number| drop(fs::File::create(listed.join(number.to_string())).unwrap()));
+        let tree = tree(directory.path(), false);
+        let number = tree.find(INodeNo::ROOT, OsStr::new("d")).unwrap().node.number;
+        let handle = tree.open_directory(number).unwrap().0;
+        let (mut given, mut last) = (0, 0);
+        let first = tree.list(handle, 0, |_, next, _, _| {
+            // What was read is here; below, the directory is no more.
+            if given == 0 {
+                fs::remove_dir_all(&listed).unwrap();
+            }
+            (given, last) = (given + 1, next);
+            true
+        });
+        assert_eq!(first, Ok(()));
+        assert!((1..3000).contains(&given), "{given} names were read at once");
+        assert_eq!(tree.list(handle, last, |_, _, _, _| panic!("there are no more")), Err(Errno::NOENT));
+    }
 }
