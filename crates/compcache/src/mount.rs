@@ -8,7 +8,8 @@ pub mod options;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
-use std::path::{Path, absolute};
+use std::io;
+use std::path::{Path, PathBuf, absolute};
 use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
@@ -164,9 +165,15 @@ fn shown(args: &ShowArgs) -> anyhow::Result<String> {
     Ok(CacheStats::TABLE.iter().map(line).collect())
 }
 
+/// What a directory is called without links. A mount whose server is dead can be named, but not looked at, as it would be for a slash at the end.
+fn place(target: &Path) -> io::Result<PathBuf> {
+    let named: PathBuf = target.components().collect();
+    fs::canonicalize(&named).or_else(|_| absolute(&named))
+}
+
 /// That a directory is one of our mounts.
 fn ours(target: &Path) -> anyhow::Result<()> {
-    let whole = fs::canonicalize(target).or_else(|_| absolute(target))?;
+    let whole = place(target)?;
     let mounts = table_of_mounts().context("cannot read the table of mounts")?;
     match uppermost(&mounts, &whole) {
         Some(mounted) if mounted.kind == KIND.as_bytes() => Ok(()),
@@ -191,8 +198,7 @@ pub fn umount(args: &UmountArgs) -> ExitCode {
 }
 
 fn unmounted(target: &Path) -> anyhow::Result<()> {
-    // A mount whose server is dead can be named, but not looked at.
-    let target = fs::canonicalize(target).or_else(|_| absolute(target))?;
+    let target = place(target)?;
     let mounts = table_of_mounts().context("cannot read the table of mounts")?;
     match uppermost(&mounts, &target) {
         None => bail!("nothing is mounted on {}", target.display()),
