@@ -15,6 +15,9 @@
 //! | second | 1835009             | 0xfffe_0000001c0001 |
 //! | root's | 1                   | 0xffff_000000000000 |
 //!
+//! A file server may remove a file that we hold, and give its number to another, which is then met under the number that the kernel knows the first by. That one gets a number from
+//! the counter. On other file systems the number of a file that is held is nobody else's.
+//!
 //! **Room.** The kernel remembers every file it has met until it wants the memory, and a process has only so many descriptors. When half of them
 //! are taken, the files that were met first are handed, by all of their names, to a thread that has the kernel forget them ([`Inodes::oldest`]); it keeps those that are
 //! in use, and says of the others that they are forgotten. Directories are left alone, and files that something is mounted on (`mounted_on.rs`): the kernel would unmount it.
@@ -32,7 +35,7 @@ use std::time::Duration;
 
 use compcache_cache::FileId;
 use fuser::INodeNo;
-use rustix::fs::{CWD, FileType, Mode, OFlags, Statx, openat};
+use rustix::fs::{CWD, FileType, Mode, OFlags, Statx, fstatfs, openat};
 use rustix::io::{self, Errno};
 
 use crate::kept::Kept;
@@ -47,6 +50,8 @@ const ROOM_TRIES: u32 = 500;
 const ROOM_PAUSE: Duration = Duration::from_millis(2);
 /// Numbers that are nobody's below.
 const COUNTED: u64 = 0xffff << DEVICE_SHIFT;
+/// What statfs(2) calls NFS, CIFS, SMB, Ceph, both AFS, and 9P.
+const REMOTE: [u32; 7] = [0x6969, 0xff53_4d42, 0xfe53_4d42, 0x00c3_6400, 0x5346_414f, 0x6b41_4653, 0x0102_1997];
 /// All upper bits but theirs.
 const UPPERS: usize = 0xffff;
 
@@ -120,6 +125,8 @@ struct Table {
     /// The upper bits of others, if there were any left.
     devices: HashMap<u64, Option<u64>>,
     uppers: Vec<Upper>,
+    /// Whether a device is a file server's.
+    remote: HashMap<u64, bool>,
     /// Which file was met when, of those that the kernel may be asked to forget: counted, not timed.
     met: BTreeMap<u64, u64>,
     meetings: u64,
@@ -129,8 +136,8 @@ impl Table {
     fn new(root_device: u64) -> Table {
         let mut uppers = vec![Upper::Free; UPPERS];
         uppers[0] = Upper::Root;
-        let (by_number, by_id, devices, met) = Default::default();
-        Table { by_number, by_id, root_device, devices, uppers, met, meetings: 0 }
+        let (by_number, by_id, devices, remote, met) = Default::default();
+        Table { by_number, by_id, root_device, devices, uppers, remote, met, meetings: 0 }
     }
 
     /// The number of a file that follows from its own, if one does.
@@ -223,26 +230,53 @@ impl Inodes {
     /// given to the kernel.
     pub fn give(&self, fd: OwnedFd, parent: INodeNo, name: &OsStr) -> io::Result<(Arc<Node>, Statx)> {
         let stat = look(&fd)?;
-        let id = id_of(&stat);
+        Ok((self.give_as(fd, &stat, parent, name), stat))
+    }
+
+    /// The same of a file that looks like this.
+    fn give_as(&self, fd: OwnedFd, stat: &Statx, parent: INodeNo, name: &OsStr) -> Arc<Node> {
+        let id = id_of(stat);
+        let dead = self.dead(id, stat, &fd);
         let mut table = self.lock();
-        if let Some(number) = table.by_id.get(&id).copied()
+        if let Some(number) = table.by_id.get(&id).copied().filter(|number| Some(*number) != dead)
             && let Some(known) = table.by_number.get_mut(&number)
         {
             known.lookups += 1;
             let node = known.node.clone();
             drop(table);
             node.names.add(parent, name);
-            return Ok((node, stat));
+            return node;
         }
-        let number = self.number(&mut table, id);
+        // The kernel still calls the other by the number that this one would have.
+        let number = if dead.is_some() { self.next_counted() } else { self.number(&mut table, id) };
         let is_directory = FileType::from_raw_mode(stat.stx_mode.into()).is_dir();
-        let node = Arc::new(Node::new(INodeNo(number), &stat, fd));
+        let node = Arc::new(Node::new(INodeNo(number), stat, fd));
         table.by_id.insert(id, number);
         let met = (!is_directory).then(|| table.meet(number));
         table.by_number.insert(number, Known { node: node.clone(), lookups: 1, met });
         drop(table);
         node.names.add(parent, name);
-        Ok((node, stat))
+        node
+    }
+
+    /// What the kernel calls a file that had this number below, if that is another's by now: a file server does not know that we hold the file, and gives its
+    /// number away when it is removed there.
+    fn dead(&self, id: FileId, stat: &Statx, fd: &OwnedFd) -> Option<u64> {
+        let mut table = self.lock();
+        if !table.remote.contains_key(&id.dev) {
+            drop(table);
+            let is_remote = is_remote(fd);
+            table = self.lock();
+            table.remote.insert(id.dev, is_remote);
+        }
+        if table.remote.get(&id.dev) != Some(&true) {
+            return None;
+        }
+        let node = table.by_id.get(&id).and_then(|number| table.by_number.get(number))?.node.clone();
+        drop(table);
+        let generation = generation_of(stat);
+        let was_made_later = generation != node.generation && generation != 0 && node.generation != 0;
+        (was_made_later || node.look().err() == Some(Errno::STALE)).then_some(node.number.0)
     }
 
     /// How many files the kernel may be asked to forget.
@@ -317,7 +351,10 @@ impl Inodes {
         }
         let gone = table.by_number.remove(&number.0);
         if let Some(known) = &gone {
-            table.by_id.remove(&known.node.id);
+            // A file that has its number below by now keeps it.
+            if table.by_id.get(&known.node.id) == Some(&number.0) {
+                table.by_id.remove(&known.node.id);
+            }
             known.met.map(|met| table.met.remove(&met));
         }
         drop(table);
@@ -347,12 +384,21 @@ impl Inodes {
     }
 
     fn number(&self, table: &mut Table, id: FileId) -> u64 {
-        table.number(id).unwrap_or_else(|| self.counted.fetch_add(1, Relaxed))
+        table.number(id).unwrap_or_else(|| self.next_counted())
+    }
+
+    fn next_counted(&self) -> u64 {
+        self.counted.fetch_add(1, Relaxed)
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Whether a file is on a server, which may use its number again while we hold it.
+fn is_remote(fd: impl AsFd) -> bool {
+    fstatfs(fd).is_ok_and(|stat| REMOTE.contains(&(stat.f_type as u32)))
 }
 
 /// Lets the process hold as many files as it may, and returns how many: each that the kernel knows takes a descriptor.
@@ -394,6 +440,30 @@ mod tests {
         assert_eq!(inodes.get(one.number).err(), Some(Errno::STALE));
         assert!(inodes.oldest().is_none() && inodes.known(one.id).is_none());
         assert!(inodes.get(INodeNo::ROOT).is_ok(), "the root stays");
+    }
+
+    #[test]
+    fn a_file_with_the_number_of_one_that_is_no_more_on_a_file_server_is_another() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("f");
+        File::create(&path).unwrap();
+        let inodes = Inodes::new(directory.path()).unwrap();
+        let give = |stat: &Statx| inodes.give_as(place(&path), stat, INodeNo::ROOT, OsStr::new("f"));
+        let stat = look(place(&path)).unwrap();
+        let mut later = stat;
+        later.stx_btime.tv_sec += 1;
+        let old = give(&stat);
+        assert!(Arc::ptr_eq(&old, &give(&later)), "no file server: another layer of the same file");
+        inodes.lock().remote.insert(old.id.dev, true);
+        assert!(Arc::ptr_eq(&old, &give(&stat)));
+        let new = give(&later);
+        assert!(!Arc::ptr_eq(&old, &new) && new.number.0 >= COUNTED);
+        assert!(Arc::ptr_eq(&new, &give(&later)));
+        inodes.forget(old.number, 3);
+        assert_eq!(inodes.get(old.number).err(), Some(Errno::STALE));
+        assert!(Arc::ptr_eq(&new, &inodes.known(old.id).unwrap()), "what is forgotten of the one is not of the other");
+        inodes.forget(new.number, 2);
+        assert!(inodes.known(old.id).is_none());
     }
 
     #[test]
