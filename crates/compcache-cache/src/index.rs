@@ -60,6 +60,8 @@ pub struct CachedFile<S> {
     pub seen: Option<S>,
     /// Page of the file to place in the pool.
     pub pages: BTreeMap<u32, u32>,
+    /// The file has them no more, and they are to go.
+    pub is_left: bool,
 }
 
 impl<S> CachedFile<S> {
@@ -78,11 +80,13 @@ pub struct Files<S> {
     slots: Vec<Option<CachedFile<S>>>,
     free: Vec<u32>,
     by_id: HashMap<FileId, u32>,
+    /// Records that no file has.
+    left: usize,
 }
 
 impl<S> Files<S> {
     pub fn new() -> Files<S> {
-        Files { slots: Vec::new(), free: Vec::new(), by_id: HashMap::new() }
+        Files { slots: Vec::new(), free: Vec::new(), by_id: HashMap::new(), left: 0 }
     }
 
     pub fn find(&mut self, id: FileId) -> Option<(u32, &mut CachedFile<S>)> {
@@ -105,9 +109,17 @@ impl<S> Files<S> {
             self.free.reserve(self.slots.len());
             (self.slots.len() - 1) as u32
         });
-        self.slots[slot as usize] = Some(CachedFile { id, seen: None, pages: BTreeMap::new() });
+        self.slots[slot as usize] = Some(CachedFile { id, seen: None, pages: BTreeMap::new(), is_left: false });
         self.by_id.insert(id, slot);
         slot
+    }
+
+    /// Takes its record from a file, if it has one, and says in which slot that is. What is there is nobody's from now on, and can only go.
+    pub fn leave(&mut self, id: FileId) -> Option<u32> {
+        let slot = self.by_id.remove(&id)?;
+        self.at(slot)?.is_left = true;
+        self.left += 1;
+        Some(slot)
     }
 
     /// All slots that may have a record are below this.
@@ -120,9 +132,13 @@ impl<S> Files<S> {
         if let Some(file) = self.at(slot)
             && file.pages.is_empty()
         {
-            let id = file.id;
+            let (id, is_left) = (file.id, file.is_left);
             self.slots[slot as usize] = None;
-            self.by_id.remove(&id);
+            if is_left {
+                self.left -= 1;
+            } else {
+                self.by_id.remove(&id);
+            }
             self.free.push(slot);
         }
     }
@@ -138,7 +154,7 @@ impl<S> Files<S> {
             self.slots.capacity() * size_of::<Option<CachedFile<S>>>() + self.free.capacity() * size_of::<u32>();
         // One of eight buckets stays empty, and each has a byte more.
         let by_id = self.by_id.capacity() * 8 / 7 * (size_of::<(FileId, u32)>() + 1);
-        (slots + by_id + self.count() * MAP_BYTES) as u64
+        (slots + by_id + (self.count() + self.left) * MAP_BYTES) as u64
     }
 
     /// The same if there was memory for as many as there are and no more. No less than that: the table of identities doubles.
@@ -148,9 +164,10 @@ impl<S> Files<S> {
         (self.count() * (slot + by_id + MAP_BYTES)) as u64
     }
 
-    /// Whether they are something to speak of within this limit, and there are slots for so many times as many as there are.
+    /// Whether they are something to speak of within this limit, and there are slots for so many times as many as there are. Where one was left, no other is moved: who
+    /// empties it knows its slot.
     fn is_sparse(&self, times: usize, limit_bytes: u64) -> bool {
-        self.slots.len() > times * self.count() && self.bytes() > limit_bytes / 32
+        self.left == 0 && self.slots.len() > times * self.count() && self.bytes() > limit_bytes / 32
     }
 
     /// Moves all records to the first slots, and gives the memory of the others back. `moved` is told each page's place, and the slot its file has now. What is

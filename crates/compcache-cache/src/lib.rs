@@ -36,6 +36,7 @@
 //! for the index.
 //!
 //! Lock: one, the index. Around the store only where a page is discarded, never where one is compressed, decompressed or read below.
+//! Where very many pages go, they go in parts (`parts`).
 
 #![deny(unsafe_code)]
 
@@ -44,6 +45,7 @@ mod aligned;
 mod ghost;
 mod index;
 mod miniature;
+mod parts;
 mod queues;
 mod runs;
 mod stats;
@@ -182,20 +184,27 @@ impl<S: Copy + PartialEq> Cache<S> {
 
     /// A read of a file that has this stamp begins. Unless it `is_settled`, nothing that is read now will be kept.
     pub fn begin_read(&self, id: FileId, stamp: S, is_settled: bool) -> Token {
-        let index = &mut *self.lock();
-        let slot = index.files.make(id);
+        let mut guard = self.lock();
+        let index = &mut *guard;
+        let (mut slot, mut left) = (index.files.make(id), None);
         if index.files.at(slot).is_some_and(|file| file.seen != Some(stamp)) {
             index.turns.next(id);
             if index.files.at(slot).is_some_and(|file| file.seen.is_some()) {
                 index.written.outdate_all(Some(id));
             }
-            self.drop_pages(index, slot, 0, u32::MAX);
+            if !self.drop_some(index, slot, 0, u32::MAX) {
+                left = index.files.leave(id);
+                slot = index.files.make(id);
+            }
             if let Some(file) = index.files.at(slot) {
                 file.seen = Some(stamp);
             }
         }
         let turn = index.turns.of(id);
-        Token { id, slot, generation: turn.generation, keeps: is_settled && turn.writers == 0 }
+        let token = Token { id, slot, generation: turn.generation, keeps: is_settled && turn.writers == 0 };
+        drop(guard);
+        self.drop_left(left);
+        token
     }
 
     /// Whether all of these pages are here now.
@@ -298,7 +307,10 @@ impl<S: Copy + PartialEq> Cache<S> {
         let wanted = if pages.is_empty() { Wanted::Known } else { self.decide(token, first, pages.len()) };
         let (mut next, mut is_full) = (first, false);
         for pages in pages.chunks(AT_ONCE) {
-            is_full |= self.put_some(worker, token, wanted, next, pages);
+            if self.put_some(worker, token, wanted, next, pages) {
+                self.let_a_quarter_go();
+                is_full = true;
+            }
             next = next.saturating_add(AT_ONCE as u32);
         }
         self.lock().files.tidy(token.slot);
@@ -333,14 +345,15 @@ impl<S: Copy + PartialEq> Cache<S> {
             };
             self.settle(index, token.slot, *page, *place, written.filter(|_| is_good), comes);
         }
-        self.trim(index, is_full);
+        self.trim(index);
         is_full
     }
 
     /// Lets go of what has become too much.
-    fn trim(&self, index: &mut Index<S>, is_full: bool) {
+    fn trim(&self, index: &mut Index<S>) {
         self.fit_store(index);
-        self.shrink(index, index.target_bytes(if is_full { 12 } else { 15 }), !is_full);
+        let target_bytes = index.target_bytes(15);
+        self.shrink_to(index, |_| target_bytes, true);
     }
 
     /// Stores pages that were written and wait for it; if there are none, waits for them, for so long at most. For one thread,
@@ -355,7 +368,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             let more = (there..wanted).map(|_| Box::new([0xff; 4096])).collect();
             let index = &mut *self.lock();
             index.written.fit_buffers(wanted, more);
-            self.trim(index, false);
+            self.trim(index);
         }
         let index = self.lock();
         let waited = self.written.wait_timeout_while(index, patience, |index| index.written.is_empty());
@@ -403,9 +416,10 @@ impl<S: Copy + PartialEq> Cache<S> {
                 index.files.tidy(slot);
             }
             index.written.kept();
-            self.trim(index, is_full);
+            self.trim(index);
         }
         if is_full {
+            self.let_a_quarter_go();
             self.make_room(worker);
         }
         true
@@ -514,25 +528,30 @@ impl<S: Copy + PartialEq> Cache<S> {
 
     /// A write to a file begins; it ends when the answer is dropped. `pages` of it are dropped, by numbers from .. to.
     pub fn begin_write(&self, id: FileId, pages: (u64, u64)) -> Writing<'_, S> {
-        let index = &mut *self.lock();
-        index.turns.next(id).writers += 1;
-        let number = index.written.begin(id, pages);
-        if let Some((slot, _)) = index.files.find(id) {
-            self.drop_pages(index, slot, clamp(pages.0), clamp(pages.1));
+        let mut number = None;
+        self.in_parts(|index| {
+            // None comes from here on.
+            number.get_or_insert_with(|| {
+                index.turns.next(id).writers += 1;
+                index.written.begin(id, pages)
+            });
+            let Some((slot, _)) = index.files.find(id) else { return true };
+            let is_done = self.drop_some(index, slot, clamp(pages.0), clamp(pages.1));
             index.files.tidy(slot);
-        }
-        Writing::new(self, id, pages, number)
+            is_done
+        });
+        Writing::new(self, id, pages, number.unwrap_or_default())
     }
 
     /// Drops all pages of a file that is no more.
     pub fn drop_file(&self, id: FileId) {
-        let index = &mut *self.lock();
-        index.turns.next(id);
-        index.written.outdate_all(Some(id));
-        if let Some((slot, _)) = index.files.find(id) {
-            self.drop_pages(index, slot, 0, u32::MAX);
-            index.files.tidy(slot);
-        }
+        let left = {
+            let index = &mut *self.lock();
+            index.turns.next(id);
+            index.written.outdate_all(Some(id));
+            index.files.leave(id)
+        };
+        self.drop_left(left);
     }
 
     /// Drops all pages of all files, and whatever is being read for them.
@@ -548,6 +567,9 @@ impl<S: Copy + PartialEq> Cache<S> {
 
     /// Changes the limit, in bytes; what does not fit any more goes at once, and the memory with the next compaction.
     pub fn set_limit_bytes(&self, limit_bytes: u64) {
+        // Nearly all of what has to go, as long as the limit is what it was.
+        let most_bytes = if limit_bytes < LEAST_BYTES { 0 } else { limit_bytes / 16 * 15 };
+        self.in_parts(|index| self.shrink_some(index, most_bytes));
         let index = &mut *self.lock();
         index.is_filling |= limit_bytes > index.limit_bytes;
         index.limit_bytes = limit_bytes;
@@ -583,7 +605,7 @@ impl<S: Copy + PartialEq> Cache<S> {
                 cache.compact(&mut worker);
                 let index = &mut *cache.lock();
                 index.simulate();
-                cache.trim(index, false);
+                cache.trim(index);
                 cache.fit_tables(index);
                 compacted = Instant::now();
             }
@@ -629,13 +651,7 @@ impl<S: Copy + PartialEq> Cache<S> {
 
     /// Drops the pages of a file from `first` to before `end` (to the last, if that is `u32::MAX`).
     fn drop_pages(&self, index: &mut Index<S>, slot: u32, first: u32, end: u32) {
-        while let Some(place) = index.files.at(slot).and_then(|file| file.take_first(first, end)) {
-            index.charged_bytes -= charge(index.queues.bytes_of(place));
-            self.flushed.fetch_add(1, Relaxed);
-            self.release(index, place);
-        }
-        // Most of it is gone: what comes now pushes out nothing.
-        index.is_filling |= index.charged_bytes <= index.target_bytes(15) / 2;
+        while !self.drop_some(index, slot, first, end) {}
     }
 
     /// Leaves to the store what the index does not take, of which it is told in steps.
@@ -664,12 +680,8 @@ impl<S: Copy + PartialEq> Cache<S> {
         self.fit_store(index);
     }
 
-    /// Lets pages go, as many as it takes; in the common way, where a page leaves for each that comes, how they fared in the small queue says something of new ones.
-    fn shrink(&self, index: &mut Index<S>, target_bytes: u64, is_common: bool) {
-        self.shrink_to(index, |_| target_bytes, is_common);
-    }
-
-    /// The same where what they may cost changes as they go.
+    /// Lets pages go, as many as it takes, where what they may cost changes as they go; in the common way, where a page leaves for each that comes, how they fared in
+    /// the small queue says something of new ones.
     fn shrink_to(&self, index: &mut Index<S>, target_bytes: impl Fn(&Index<S>) -> u64, is_common: bool) {
         while index.charged_bytes > target_bytes(index) {
             let Some(place) = index.evict(is_common) else { return };

@@ -522,6 +522,88 @@ fn a_limit_below_what_the_records_of_many_small_files_took_leaves_as_many_pages_
 }
 
 #[test]
+fn while_very_many_pages_go_others_are_let_in() {
+    const PAGES: u32 = 50_000;
+    // Zeroes: they take no memory but the tables'.
+    let zeroes = vec![[0; 4096]; 1000];
+    let ways: [fn(&Cache<Stamp>); 4] = [
+        |cache| cache.drop_file(id(1)),
+        |cache| drop(cache.begin_write(id(1), (0, u64::MAX))),
+        |cache| _ = cache.begin_read(id(1), stamp_of_version(2), true),
+        |cache| cache.set_limit_bytes(1 << 20),
+    ];
+    for (way, drops) in ways.into_iter().enumerate() {
+        let (cache, mut worker) = cache(64 << 20);
+        for first in (0..PAGES).step_by(zeroes.len()) {
+            let token = cache.begin_read(id(1), stamp_of_version(1), true);
+            cache.put(&mut worker, token, first, &zeroes);
+        }
+        assert_eq!(cache.stats().pages_stored, u64::from(PAGES));
+        let (others, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Relaxed) {
+                    cache.begin_read(id(2), stamp_of_version(1), true);
+                    others.fetch_add(1, Relaxed);
+                    thread::sleep(Duration::from_micros(20));
+                }
+            });
+            while others.load(Relaxed) == 0 {
+                thread::yield_now();
+            }
+            let before = others.load(Relaxed);
+            drops(&cache);
+            let between = others.load(Relaxed) - before;
+            is_over.store(true, Relaxed);
+            assert!(between > 100, "in way {way} others were let in {between} times");
+        });
+        // All of it went before the call returned.
+        let stats = cache.stats();
+        assert!(stats.pages_stored < u64::from(PAGES) / 2 && (way == 3 || stats.pages_stored == 0), "{way}: {stats:?}");
+        assert_eq!(cache.lock().charged_bytes, stats.pages_stored * charge(0));
+    }
+}
+
+#[test]
+fn what_a_file_has_left_is_neither_found_nor_in_the_way_of_what_it_has_now() {
+    const PAGES: u32 = 10_000;
+    let (cache, mut worker) = cache(16 << 20);
+    let stamps = [1, 2].map(stamp_of_version);
+    let zeroes = vec![[0; 4096]; 1000];
+    for first in (0..PAGES).step_by(zeroes.len()) {
+        let token = cache.begin_read(id(1), stamps[0], true);
+        cache.put(&mut worker, token, first, &zeroes);
+    }
+    let old = cache.begin_read(id(1), stamps[0], true);
+    let left = {
+        let index = &mut *cache.lock();
+        index.turns.next(id(1));
+        index.files.leave(id(1))
+    };
+    assert!(!cache.has(id(1), 0, 1) && got(&cache, &mut worker, old, 0).is_none());
+    // Another of the same number, also of the same stamp, has pages of its own, and those that were left leave in their turn.
+    let new = cache.begin_read(id(1), stamps[0], true);
+    assert!(got(&cache, &mut worker, new, 5).is_none());
+    cache.put(&mut worker, new, 5, &[content(1, 5, 2)]);
+    cache.put(&mut worker, old, 6, &[content(1, 6, 1)]);
+    {
+        let index = &mut *cache.lock();
+        let target_bytes = index.charged_bytes / 2;
+        cache.shrink_to(index, |_| target_bytes, false);
+    }
+    cache.put(&mut worker, new, 5, &[content(1, 5, 2)]);
+    cache.drop_left(left);
+    assert_eq!(got(&cache, &mut worker, new, 5), Some(content(1, 5, 2)));
+    assert!(!cache.has(id(1), 6, 1));
+    let stats = cache.stats();
+    assert_eq!((stats.files, stats.pages_stored), (1, 1), "{stats:?}");
+    // The slot is free for another.
+    cache.drop_left(left);
+    cache.drop_file(id(1));
+    assert_eq!((cache.stats().files, cache.lock().charged_bytes), (0, 0));
+}
+
+#[test]
 fn a_cache_is_an_array_of_pages_or_has_not_the_page() {
     const FILES: u64 = 6;
     const PAGES: u32 = 1200;
@@ -618,6 +700,12 @@ fn threads_that_read_and_write_one_file_find_no_page_older_than_the_last_write()
         scope.spawn(move || {
             while !is_over.load(Relaxed) {
                 cache.keep_written(&mut worker, Duration::from_millis(1));
+            }
+        });
+        scope.spawn(move || {
+            while !is_over.load(Relaxed) {
+                cache.drop_file(id(1));
+                std::thread::sleep(Duration::from_micros(500));
             }
         });
         for reader in 0..3 {

@@ -1,0 +1,89 @@
+//! Very many pages that go, a part of them at a time.
+//!
+//! All of a large file, or a quarter of all there is, would keep the lock for up to seconds (half a million pages were seen to take 1.4, on a busy machine), in which no request is served. So others are let in between two parts. What
+//! they then find is right all the same:
+//!
+//! | what goes                                    | until it has gone                                                                                  |
+//! |----------------------------------------------|----------------------------------------------------------------------------------------------------|
+//! | what is too much                             | is good                                                                                            |
+//! | what is to be written                        | is good, as the write begins after that; none comes any more, since a writer is counted           |
+//! | a file that is gone, or looks different now  | has [no record](crate::index::Files::leave) any more: it is nobody's, and found only by who is to let pages go |
+//!
+//! All has gone when the call returns.
+
+use std::sync::atomic::Ordering::Relaxed;
+use std::thread;
+use std::time::Duration;
+
+use crate::Cache;
+use crate::index::{Index, charge};
+
+/// Pages that go under one hold of the lock: a millisecond or two. In tests few enough for parts to be common.
+const GONE_AT_ONCE: usize = if cfg!(test) { 16 } else { 1024 };
+/// How long others are let in then: who has just let go of the lock would have it again before them.
+const BETWEEN_PARTS: Duration = Duration::from_micros(50);
+
+impl<S: Copy + PartialEq> Cache<S> {
+    /// Drops pages of a file from `first` to before `end` (to the last, if that is `u32::MAX`), but only so many. Whether that was all.
+    pub(crate) fn drop_some(&self, index: &mut Index<S>, slot: u32, first: u32, end: u32) -> bool {
+        let mut is_all = false;
+        for _ in 0..GONE_AT_ONCE {
+            let Some(place) = index.files.at(slot).and_then(|file| file.take_first(first, end)) else {
+                is_all = true;
+                break;
+            };
+            index.charged_bytes -= charge(index.queues.bytes_of(place));
+            self.flushed.fetch_add(1, Relaxed);
+            self.release(index, place);
+        }
+        // Most of it is gone: what comes now pushes out nothing.
+        index.is_filling |= index.charged_bytes <= index.target_bytes(15) / 2;
+        is_all
+    }
+
+    /// Drops the pages in a slot that were [left](crate::index::Files::leave) there.
+    pub(crate) fn drop_left(&self, slot: Option<u32>) {
+        let Some(slot) = slot else { return };
+        self.in_parts(|index| {
+            // The last may have gone meanwhile. If others were left there since, those are as little anybody's.
+            if !index.files.at(slot).is_some_and(|file| file.is_left) {
+                return true;
+            }
+            let is_done = self.drop_some(index, slot, 0, u32::MAX);
+            index.files.tidy(slot);
+            is_done
+        });
+    }
+
+    /// Calls `part` with the lock until it says that it was the last, and lets others have it in between.
+    pub(crate) fn in_parts(&self, mut part: impl FnMut(&mut Index<S>) -> bool) {
+        loop {
+            let is_last = part(&mut self.lock());
+            if is_last {
+                return;
+            }
+            thread::sleep(BETWEEN_PARTS);
+        }
+    }
+
+    /// Lets pages go until they cost so much, but only so many. Whether that was enough.
+    pub(crate) fn shrink_some(&self, index: &mut Index<S>, target_bytes: u64) -> bool {
+        for _ in 0..GONE_AT_ONCE {
+            if index.charged_bytes <= target_bytes {
+                return true;
+            }
+            let Some(place) = index.evict(false) else { return true };
+            self.evicted.fetch_add(1, Relaxed);
+            self.release(index, place);
+        }
+        index.charged_bytes <= target_bytes
+    }
+
+    /// The store is full, whatever the charges say.
+    pub(crate) fn let_a_quarter_go(&self) {
+        self.in_parts(|index| {
+            let target_bytes = index.target_bytes(12);
+            self.shrink_some(index, target_bytes)
+        });
+    }
+}
