@@ -69,7 +69,7 @@ pub use writing::Writing;
 
 use admission::Admission;
 use ghost::Ghost;
-use index::{Files, Index, Turns, charge};
+use index::{Files, Index, Turns};
 use miniature::{Miniatures, soon_pages};
 use queues::Queues;
 use writing::clamp;

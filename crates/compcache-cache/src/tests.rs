@@ -1,6 +1,7 @@
 //! The cache is an array of pages for each file, or has not the page: never an old one.
 
 use super::*;
+use crate::index::charge;
 
 /// A version of a file.
 type Stamp = u64;

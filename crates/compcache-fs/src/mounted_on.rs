@@ -75,7 +75,7 @@ mod tests {
     #[test]
     fn what_is_mounted_on_any_place_of_a_tree_is_found_by_its_path_there() {
         assert_eq!(places(TABLE, b"0:50"), ["f", "sub/in it/f"].map(PathBuf::from));
-        assert_eq!(places(TABLE, b"0:54"), [PathBuf::new(); 0]);
+        assert!(places(TABLE, b"0:54").is_empty());
     }
 
     #[test]
