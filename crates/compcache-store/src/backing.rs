@@ -63,6 +63,7 @@ use crate::lock::Mutex;
 use crate::page::PAGE_SIZE;
 use crate::reclaim::{ABOVE_PERCENT, GAP_PERCENT};
 use buffer::Buffer;
+use clean::Cleaning;
 use daily::Daily;
 use flight::Flight;
 use gather::Plan;
@@ -166,7 +167,7 @@ pub struct Backing {
     plan: Mutex<Plan>,
     above_percent: AtomicU8,
     /// Held for a whole flight, by one that cleans.
-    cleaning: Mutex<()>,
+    cleaning: Mutex<Cleaning>,
     flights: [Mutex<Flight>; FLIGHTS],
 }
 
@@ -206,7 +207,7 @@ impl Backing {
             counts: Counts::default(),
             plan: Mutex::new(Plan::new()),
             above_percent: AtomicU8::new(ABOVE_PERCENT),
-            cleaning: Mutex::new(()),
+            cleaning: Mutex::new(Cleaning::default()),
             flights: [Mutex::new(Flight::new(0, segment_bytes)?), Mutex::new(Flight::new(1, segment_bytes)?)],
         }))
     }

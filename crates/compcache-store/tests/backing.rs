@@ -9,6 +9,8 @@ mod content;
 mod copies;
 #[path = "backing/daily.rs"]
 mod daily;
+#[path = "backing/failures.rs"]
+mod failures;
 #[path = "backing/flights.rs"]
 mod flights;
 #[path = "model/medium.rs"]

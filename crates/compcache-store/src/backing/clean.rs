@@ -1,17 +1,19 @@
 //! Cleaning: what lives in mostly dead segments is gathered for the next flight, and the segments become free.
 //!
 //! It begins when at most one segment in sixteen is free (two at least), and is done as part of a flight, so that what it moves
-//! and what leaves memory share one write. A segment is read whole, its list says which pages its records were of, and
+//! and what leaves memory share one write. Where nothing leaves memory it goes on while there is room: a flight that takes a segment and empties
+//! only one is not written. A segment is read whole, its list says which pages its records were of, and
 //! their slots say which still are. A record is opened before it is moved, so that damage is not sealed anew.
 //!
-//! A segment with something in it that cannot be read, or that is not where its list says (its page was moved to
-//! another index), is left alone until that has died by itself.
+//! A segment with something in it that is damaged, or that is not where its list says (its page was moved to
+//! another index), is left alone until something in it has died by itself. Then it is tried again when there is no other, and so is one
+//! that the medium failed to read: what fails may be over soon, for all of them.
 
-use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use core::sync::atomic::Ordering::Relaxed;
 
 use super::flight::{Flight, From, Head, list_once};
 use super::record::{LISTED_BYTES, Listed, Place, Sealed, TAG_BYTES, TRAILER_BYTES, record_bytes};
-use super::segments::Begun;
+use super::segments::{Begun, Segments};
 use super::{Backing, Once, associated};
 use crate::slot::Slot;
 use crate::store::Store;
@@ -21,47 +23,85 @@ use crate::table::LeafCache;
 const FREE_SHARE: usize = 16;
 const FREE_LEAST: usize = 2;
 
+/// What cleaning remembers from one flight to the next.
+#[derive(Default)]
+pub(super) struct Cleaning {
+    /// The last flight had too little to be written, beside what was moved: with less than this from memory another one has it, too. Else 0.
+    pub least_bytes: usize,
+}
+
+/// What was cleaned for a flight.
+#[derive(Default)]
+pub(super) struct Cleaned {
+    /// Segments that will be free once it has arrived.
+    pub emptied: usize,
+    /// Nothing more fits.
+    pub is_full: bool,
+}
+
+/// How far segments are cleaned.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Until {
+    SomeAreFree,
+    Full,
+}
+
 /// What became of a segment.
-enum Cleaned {
+enum Outcome {
     /// Everything alive in it is in the flight.
     Emptied,
     /// The flight is full.
     Partly,
     /// It cannot be cleaned.
     Stuck,
+    /// Nor can others, as far as is known.
+    InVain,
     /// All that was alive in it has died meanwhile. It is free, or something else by now.
     Gone,
 }
 
+fn stick(segments: &mut Segments, chosen: Begun) -> Outcome {
+    if segments.stick(chosen) { Outcome::Stuck } else { Outcome::InVain }
+}
+
 impl Backing {
-    /// Gathers what lives in the segments that are best cleaned, if there is need. Returns how many will be free once the flight has
-    /// arrived.
-    pub(super) fn clean(&self, store: &Store, leaf: &mut LeafCache, flight: &mut Flight) -> usize {
-        let mut emptied = 0;
+    /// Gathers what lives in the segments that are best cleaned, if there is need.
+    pub(super) fn clean(
+        &self,
+        store: &Store,
+        leaf: &mut LeafCache,
+        flight: &mut Flight,
+        cleaned: &mut Cleaned,
+        until: Until,
+    ) {
         loop {
             let chosen = {
                 let mut segments = self.segments.lock();
                 let few = (segments.count() / FREE_SHARE).max(FREE_LEAST);
-                let free = segments.free() + emptied;
-                if free > few { None } else { segments.choose(flight.room() as u64) }
+                let are_some = segments.sure() + cleaned.emptied > few;
+                if until == Until::SomeAreFree && are_some { None } else { segments.choose(flight.room() as u64) }
             };
-            let Some(chosen) = chosen else { return emptied };
+            let Some(chosen) = chosen else { return };
             match self.clean_one(store, leaf, flight, chosen) {
-                Cleaned::Emptied => emptied += 1,
-                Cleaned::Partly => return emptied,
-                Cleaned::Stuck | Cleaned::Gone => {}
+                Outcome::Emptied => cleaned.emptied += 1,
+                Outcome::Partly => {
+                    cleaned.is_full = true;
+                    return;
+                }
+                Outcome::InVain => return,
+                Outcome::Stuck | Outcome::Gone => {}
             }
         }
     }
 
-    fn clean_one(&self, store: &Store, leaf: &mut LeafCache, flight: &mut Flight, chosen: Begun) -> Cleaned {
+    fn clean_one(&self, store: &Store, leaf: &mut LeafCache, flight: &mut Flight, chosen: Begun) -> Outcome {
         let (whole, Begun { segment, flight: number }) = (self.segment_bytes, chosen);
         if self.medium.read_at(u64::from(segment) * whole as u64, &mut flight.image).is_err() {
-            return self.stick(chosen, &self.counts.failed_reads);
+            self.counts.failed_reads.fetch_add(1, Relaxed);
+            self.segments.lock().put_off(chosen);
+            return Outcome::InVain;
         }
-        let Some(list) = self.open_list(&mut flight.image, number) else {
-            return self.stick(chosen, &self.counts.damaged_reads);
-        };
+        let Some(list) = self.open_list(&mut flight.image, number) else { return self.stick_damaged(chosen) };
         let mut moved_bytes = 0;
         let registry = store.registry.lock();
         for at in list.step_by(LISTED_BYTES) {
@@ -75,7 +115,7 @@ impl Backing {
                 continue;
             }
             if !flight.fits(sealed.length) {
-                return Cleaned::Partly;
+                return Outcome::Partly;
             }
             let from = From::Record { place, check: sealed.check };
             let head =
@@ -89,25 +129,21 @@ impl Backing {
         }
         let mut segments = self.segments.lock();
         match segments.live_bytes_of(chosen) {
-            None => Cleaned::Gone,
-            Some(live_bytes) if moved_bytes >= live_bytes => Cleaned::Emptied,
-            Some(_) => {
-                segments.stick(chosen);
-                Cleaned::Stuck
-            }
+            None => Outcome::Gone,
+            Some(live_bytes) if moved_bytes >= live_bytes => Outcome::Emptied,
+            Some(_) => stick(&mut segments, chosen),
         }
     }
 
-    /// A segment cannot be read. That says something of it only if it is still what it was when it was chosen: no lock is held while the
-    /// medium works, so it may have died, and been written again by another flight.
-    fn stick(&self, chosen: Begun, count: &AtomicU64) -> Cleaned {
+    /// What was read of a segment is not what was written. That says something of it only if it is still what it was when it was chosen: no
+    /// lock is held while the medium works, so it may have died, and been written again by another flight.
+    fn stick_damaged(&self, chosen: Begun) -> Outcome {
         let mut segments = self.segments.lock();
         if segments.live_bytes_of(chosen).is_none() {
-            return Cleaned::Gone;
+            return Outcome::Gone;
         }
-        segments.stick(chosen);
-        count.fetch_add(1, Relaxed);
-        Cleaned::Stuck
+        self.counts.damaged_reads.fetch_add(1, Relaxed);
+        stick(&mut segments, chosen)
     }
 
     /// Opens the list of a segment that was read, and returns where it lies.

@@ -4,7 +4,7 @@
 //! |-----------|--------------------------------------------------------------|---------------------------------|
 //! | look      | whether so much may be written today; if not, nothing is     | the day's writes                |
 //! | clean     | live records of mostly dead segments are gathered            | while the slots are asked: registry, a slot |
-//! | gather    | objects are copied, as they are in the arena                 | registry, a slot                |
+//! | gather    | objects are copied, as they are in the arena; if there are none, more is cleaned | registry, a slot |
 //! | begin     | a free segment, and a number that no other flight has had    | segments                        |
 //! | seal      | from the copies into the image of the segment                | none                            |
 //! | count     | what is about to be written counts for the day               | the day's writes                |
@@ -22,6 +22,7 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::buffer::Buffer;
+use super::clean::{Cleaned, Cleaning, Until};
 use super::gather::Wanted;
 use super::record::{LISTED_BYTES, Listed, Place, Sealed, TAG_BYTES, TRAILER_BYTES, UNIT, record_bytes};
 use super::segments::Begun;
@@ -227,10 +228,8 @@ impl Backing {
         if !self.may_write(now_ns) {
             return Ok(self.stay(store, worker, flight, wanted));
         }
-        let cleaning = self.cleaning.try_lock();
-        let emptied = cleaning.as_ref().map_or(0, |_| self.clean(store, &mut worker.leaf, flight));
-        self.gather(store, worker, flight, wanted);
-        let is_little = wanted.at_leisure && emptied == 0 && flight.end < self.segment_bytes / 2;
+        let mut cleaning = self.cleaning.try_lock();
+        let (emptied, is_little) = self.fill(store, worker, flight, wanted, cleaning.as_deref_mut());
         // The last free segment is for cleaning, which gives more back than it takes.
         let spare = usize::from(emptied == 0);
         let begun = match flight.records() {
@@ -260,6 +259,45 @@ impl Backing {
             self.segments.lock().cleaned();
         }
         flown
+    }
+
+    /// Fills a flight with what lives in segments that are to be cleaned, which needs `cleaning`, and with what leaves memory. Returns how
+    /// many segments are emptied so, and whether all of it is too little to be written.
+    fn fill(
+        &self,
+        store: &Store,
+        worker: &mut Worker,
+        flight: &mut Flight,
+        wanted: &Wanted<'_>,
+        cleaning: Option<&mut Cleaning>,
+    ) -> (usize, bool) {
+        let (mut cleaned, mut unheld) = (Cleaned::default(), Cleaning::default());
+        let is_cleaning = cleaning.is_some();
+        let cleaning = cleaning.unwrap_or(&mut unheld);
+        if cleaning.least_bytes > 0 {
+            // Nothing is read as long as there is as little as there was.
+            self.gather(store, worker, flight, wanted);
+            if flight.end < if wanted.at_leisure { cleaning.least_bytes } else { 1 } {
+                return (0, true);
+            }
+            flight.clear();
+            self.gather_anew();
+        }
+        if is_cleaning {
+            self.clean(store, &mut worker.leaf, flight, &mut cleaned, Until::SomeAreFree);
+        }
+        let (moved, moved_bytes, room) = (flight.records(), flight.end, flight.room());
+        self.gather(store, worker, flight, wanted);
+        let gathered_bytes = flight.end - moved_bytes;
+        if gathered_bytes == 0 && moved > 0 && !cleaned.is_full {
+            self.clean(store, &mut worker.leaf, flight, &mut cleaned, Until::Full);
+        }
+        // One segment for another gains nothing but room in memory.
+        let gains = cleaned.emptied > 1 || cleaned.is_full;
+        let least_bytes = if wanted.at_leisure { room.div_ceil(2) } else { 1 };
+        let is_little = !gains && gathered_bytes < least_bytes;
+        cleaning.least_bytes = if is_little && moved > 0 { least_bytes } else { 0 };
+        (cleaned.emptied, is_little)
     }
 
     /// Whether there is no room but `spare` segments, nor will be; that is then its health. What becomes free while the segments are locked
@@ -295,13 +333,17 @@ impl Backing {
         let sealed = flight.seal(self, begun).map_err(|Forked| MediumError::Forked);
         // Another may have had the last of the day's since this one looked.
         if sealed.is_ok() && !self.take_from_daily(worker.now_ns()) {
-            self.segments.lock().failed(begun);
+            self.segments.lock().give_back(begun);
             self.note_spent();
             self.gather_anew();
             return Ok(Flown::default());
         }
         if let Err(error) = sealed.and_then(|()| self.medium.write_at(offset_bytes, &flight.image)) {
-            self.segments.lock().failed(begun);
+            match error {
+                // Which is so wherever there is no room yet.
+                MediumError::NoSpace => self.segments.lock().give_back(begun),
+                _ => self.segments.lock().failed(begun),
+            }
             self.counts.failed_writes.fetch_add(1, Relaxed);
             self.set_health(if error == MediumError::NoSpace { Health::Full } else { Health::Failing(error) });
             self.gather_anew();

@@ -2,7 +2,7 @@
 //!
 //! | state   | from                      | to                                            |
 //! |---------|---------------------------|-----------------------------------------------|
-//! | Free    | the start, a failed write, its last record freed | Writing, when a flight begins |
+//! | Free    | the start, a failed write, its last record freed | Writing, when a flight begins; after a failed write last of all |
 //! | Writing | a flight that began       | Written, or Free if the write failed          |
 //! | Written | a flight that arrived     | Free, with its last live record, or Held      |
 //! | Held    | as Free, while a copy of the process may read what is there | Free, when no copy may |
@@ -21,11 +21,26 @@
 //! # Source
 //! Rosenblum and Ousterhout, "The design and implementation of a log-structured file system" (1992), section 3.5.
 
+use core::cmp::Reverse;
 use core::ops::Range;
 
 use super::BackingStats;
 use super::buffer::{Table, Zeroable};
 use crate::error::StoreError;
+
+/// When a segment is cleaned.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+#[repr(u8)]
+enum Turn {
+    /// When it is the best.
+    First,
+    /// When there is no other: it could not be emptied, or not be read, but why not may be over.
+    Later,
+    /// When there is no other at all: it could not be read the last time.
+    Unread,
+    /// Something in it is damaged, or not where its list says: when something in it has died.
+    Never,
+}
 
 /// Laid out as declared, so that zeroes are a segment nothing was ever written to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,19 +49,26 @@ enum State {
     Free {
         /// It takes room where the backing lies.
         filled: bool,
+        /// The last write to it failed: it is taken when there is no other.
+        failed: bool,
     },
-    Writing,
+    Writing {
+        /// As it was when it was free.
+        filled: bool,
+        failed: bool,
+    },
     Written {
         /// The slots have been told where their objects are.
         settled: bool,
-        /// Something in it is damaged and cannot be moved.
-        stuck: bool,
         /// It is being cleaned.
         chosen: bool,
+        turn: Turn,
     },
     /// Nothing of this process's is alive in it, but a copy of the process may read it.
     Held,
 }
+
+const NEVER_WRITTEN: State = State::Free { filled: false, failed: false };
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -59,11 +81,13 @@ struct Segment {
 const _: () = assert!(size_of::<Segment>() == 16);
 
 #[allow(unsafe_code, reason = "says what its layout is")]
-// SAFETY: numbers, and a state whose first variant, `Free` with `false`, is all zeroes.
+// SAFETY: numbers, and a state whose first variant, `Free` with `false` twice, is all zeroes.
 unsafe impl Zeroable for Segment {}
 
 /// A segment fuller than this many 16ths is not cleaned: the gain would not pay for the reading and writing.
 const CLEANED_16THS: u64 = 15;
+/// When more writes than this failed one after the other, and then one did not, it was not for where they went.
+const FAILURES_FEW: u32 = 8;
 
 pub(super) struct Segments {
     table: Table<Segment>,
@@ -72,13 +96,18 @@ pub(super) struct Segments {
     own: Range<usize>,
     /// What was written by this flight or an earlier one may be read by copies of the process.
     held_until: u64,
-    /// No segment before these two is free and filled, or free at all; and none from `filled_to` on is free and filled.
+    /// No segment before these two is free and filled, or free at all, but for such as failed; and none from `filled_to` on is free and filled.
     filled_from: usize,
     free_from: usize,
     filled_to: usize,
     free: usize,
     /// Of those that are free.
     filled: usize,
+    failed: usize,
+    /// Where the next one that failed is looked for.
+    failed_from: usize,
+    /// Writes that failed since one arrived.
+    failures: u32,
     live_bytes: u64,
     flights: u64,
     /// The last one there may be.
@@ -107,6 +136,9 @@ impl Segments {
             filled_to: 0,
             free: count,
             filled: 0,
+            failed: 0,
+            failed_from: 0,
+            failures: 0,
             live_bytes: 0,
             flights: 0,
             last_flight: u64::MAX,
@@ -128,11 +160,12 @@ impl Segments {
         for segment in &mut self.table[self.own.clone()] {
             // What was never touched takes no memory, and is not to take any now.
             if segment.flight != 0 {
-                *segment = Segment { flight: 0, live_bytes: 0, state: State::Free { filled: false } };
+                *segment = Segment { flight: 0, live_bytes: 0, state: NEVER_WRITTEN };
             }
         }
         (self.filled_from, self.free_from) = (self.own.end, self.own.start);
         (self.filled_to, self.filled) = (self.own.start, 0);
+        (self.failed, self.failed_from, self.failures) = (0, self.own.start, 0);
         (self.free, self.live_bytes, self.held_until) = (self.own.len(), 0, 0);
         (self.flights, self.any_chosen) = (flights, false);
     }
@@ -151,7 +184,7 @@ impl Segments {
     pub fn write_nothing(&mut self) {
         (self.own, self.free) = (0..0, 0);
         (self.filled_from, self.free_from) = (0, 0);
-        (self.filled_to, self.filled) = (0, 0);
+        (self.filled_to, self.filled, self.failed, self.failed_from) = (0, 0, 0, 0);
     }
 
     /// Whether anything is alive in the part of the table that begins at `from` and has `count` segments.
@@ -176,7 +209,7 @@ impl Segments {
         self.held_until = flight;
         for segment in self.own.clone().filter(|_| is_shorter) {
             if self.table[segment].state == State::Held {
-                self.become_free(segment);
+                self.become_free(segment, true, false);
             }
         }
     }
@@ -185,44 +218,65 @@ impl Segments {
         self.free
     }
 
+    /// Those that are free and can be written to, as far as is known.
+    pub fn sure(&self) -> usize {
+        self.free - self.failed
+    }
+
     pub fn count(&self) -> usize {
         self.own.len()
     }
 
-    /// A free segment, of those that take room already if there is one, else the first. Leaves `spare` of them alone.
+    /// A free segment, of those that take room already if there is one, else the first; one that failed when there is no other. Leaves
+    /// `spare` of them alone.
     pub fn begin(&mut self, spare: usize) -> Option<Begun> {
         if self.free <= spare || self.is_out_of_flights() {
             return None;
         }
-        let is_filled = |segment: &Segment| segment.state == State::Free { filled: true };
-        let is_free = |segment: &Segment| matches!(segment.state, State::Free { .. });
-        let after = |from: usize, found: Option<usize>| found.map(|at| from + at);
-        let end = self.own.end;
-        let filled = after(self.filled_from, self.table[self.filled_from..end].iter().position(is_filled));
-        self.filled_from = filled.unwrap_or(end);
-        let found =
-            filled.or_else(|| after(self.free_from, self.table[self.free_from..end].iter().position(is_free)))?;
-        match filled {
-            Some(_) => self.filled -= 1,
-            None => self.free_from = found,
-        }
+        let found = if self.sure() > spare { self.first_sure() } else { self.next_failed() }?;
+        let State::Free { filled, failed } = self.table[found].state else { return None };
         self.free -= 1;
+        self.filled -= usize::from(filled);
+        self.failed -= usize::from(failed);
         self.flights += 1;
-        self.table[found] = Segment { flight: self.flights, live_bytes: 0, state: State::Writing };
+        self.table[found] = Segment { flight: self.flights, live_bytes: 0, state: State::Writing { filled, failed } };
         Some(Begun { segment: found as u32, flight: self.flights })
+    }
+
+    fn first_sure(&mut self) -> Option<usize> {
+        let is_filled = |segment: &Segment| segment.state == State::Free { filled: true, failed: false };
+        let is_free = |segment: &Segment| matches!(segment.state, State::Free { failed: false, .. });
+        let end = self.own.end;
+        let filled = self.table[self.filled_from..end].iter().position(is_filled).map(|at| self.filled_from + at);
+        self.filled_from = filled.unwrap_or(end);
+        if filled.is_some() {
+            return filled;
+        }
+        let free = self.table[self.free_from..end].iter().position(is_free).map(|at| self.free_from + at);
+        self.free_from = free.unwrap_or(end);
+        free
+    }
+
+    /// The one after that which failed last, so that each has its turn.
+    fn next_failed(&self) -> Option<usize> {
+        let is_failed = |at: &usize| matches!(self.table[*at].state, State::Free { failed: true, .. });
+        (self.failed_from..self.own.end).find(is_failed).or_else(|| self.own.clone().find(is_failed))
     }
 
     /// Whether a flight has begun and not arrived.
     pub fn is_any_written_now(&self) -> bool {
-        self.table[self.own.clone()].iter().any(|segment| segment.state == State::Writing)
+        self.table[self.own.clone()].iter().any(|segment| matches!(segment.state, State::Writing { .. }))
     }
 
     /// The flight has arrived, with so many bytes of records. They are alive, all of them, until freed.
     pub fn arrived(&mut self, begun: Begun, live_bytes: u32) {
         let segment = &mut self.table[begun.segment as usize];
         segment.live_bytes = live_bytes;
-        segment.state = State::Written { settled: false, stuck: false, chosen: false };
+        segment.state = State::Written { settled: false, chosen: false, turn: Turn::First };
         self.live_bytes += u64::from(live_bytes);
+        if core::mem::take(&mut self.failures) > FAILURES_FEW {
+            self.forgive();
+        }
     }
 
     /// The slots have been told what has arrived: from now on it can be cleaned, if anything is alive in it still.
@@ -232,9 +286,30 @@ impl Segments {
         }
     }
 
-    /// The flight has failed; who knows what is there now.
+    /// The medium failed with a write; who knows what is there now. The next ones go elsewhere.
     pub fn failed(&mut self, begun: Begun) {
-        self.become_free(begun.segment as usize);
+        self.failures += 1;
+        self.failed_from = begun.segment as usize + 1;
+        if let State::Writing { filled, .. } = self.table[begun.segment as usize].state {
+            self.become_free(begun.segment as usize, filled, true);
+        }
+    }
+
+    /// Nothing was written, for no fault of the place: all is as before.
+    pub fn give_back(&mut self, begun: Begun) {
+        if let State::Writing { filled, failed } = self.table[begun.segment as usize].state {
+            self.become_free(begun.segment as usize, filled, failed);
+        }
+    }
+
+    /// It was the medium that failed, not a place on it.
+    fn forgive(&mut self) {
+        for segment in &mut self.table[self.own.clone()] {
+            if let State::Free { failed, .. } = &mut segment.state {
+                *failed = false;
+            }
+        }
+        (self.failed, self.filled_from, self.free_from) = (0, self.own.start, self.own.start);
     }
 
     /// A record of so many bytes is dead. Returns whether its segment is free now.
@@ -244,27 +319,38 @@ impl Segments {
         let bytes = bytes.min(found.live_bytes);
         found.live_bytes -= bytes;
         let is_dead = found.live_bytes == 0 && matches!(found.state, State::Written { .. });
+        // Its slot said so a moment before this: who looked in between has not found all that was alive, and took it for damage.
+        if let State::Written { turn: turn @ Turn::Never, .. } = &mut found.state {
+            *turn = Turn::Later;
+        }
         if !self.own.contains(&(segment as usize)) {
             return false;
         }
         self.live_bytes -= u64::from(bytes);
         if is_dead {
-            self.become_free(segment as usize);
+            self.become_free(segment as usize, true, false);
         }
         is_dead && self.table[segment as usize].state != State::Held
     }
 
     /// Nothing is alive any more in a segment of this process's own part; it is free, unless a copy may read it.
-    fn become_free(&mut self, segment: usize) {
+    fn become_free(&mut self, segment: usize, filled: bool, failed: bool) {
         if self.table[segment].flight <= self.held_until {
             self.table[segment].state = State::Held;
-            return;
+        } else {
+            self.free_again(segment, filled, failed);
         }
-        self.table[segment].state = State::Free { filled: true };
+    }
+
+    fn free_again(&mut self, segment: usize, filled: bool, failed: bool) {
+        self.table[segment].state = State::Free { filled, failed };
         self.free += 1;
-        self.filled += 1;
-        self.filled_from = self.filled_from.min(segment);
-        self.filled_to = self.filled_to.max(segment + 1);
+        self.filled += usize::from(filled);
+        self.failed += usize::from(failed);
+        if filled {
+            self.filled_from = self.filled_from.min(segment);
+            self.filled_to = self.filled_to.max(segment + 1);
+        }
         self.free_from = self.free_from.min(segment);
     }
 
@@ -297,22 +383,45 @@ impl Segments {
             // What copies of the process may read stays in use, however little of it is wanted here: nothing is won by emptying it.
             let is_held = segment.flight <= self.held_until;
             // What its slots do not know yet would look as if it could not be moved.
-            let is_idle = segment.state == State::Written { settled: true, stuck: false, chosen: false };
-            let can = is_idle && fits(live) && !is_held;
-            can.then(|| (whole - live) * (self.flights - segment.flight + 1) / (whole + live))
+            let State::Written { settled: true, chosen: false, turn } = segment.state else { return None };
+            let can = turn != Turn::Never && fits(live) && !is_held;
+            can.then(|| (Reverse(turn), (whole - live) * (self.flights - segment.flight + 1) / (whole + live)))
         };
         let own = self.own.clone().zip(&self.table[self.own.clone()]);
         let worths = own.filter_map(|(at, segment)| Some((worth(segment)?, at)));
-        let (_, best) = worths.max()?;
-        self.table[best].state = State::Written { settled: true, stuck: false, chosen: true };
+        let ((Reverse(turn), _), best) = worths.max()?;
+        if turn == Turn::Unread {
+            self.try_all_again();
+        }
+        if let State::Written { chosen, .. } = &mut self.table[best].state {
+            *chosen = true;
+        }
         self.any_chosen = true;
         Some(Begun { segment: best as u32, flight: self.table[best].flight })
     }
 
-    /// Something in a segment cannot be moved: it is not chosen any more, as long as it is what that flight wrote.
-    pub fn stick(&mut self, begun: Begun) {
-        if let Some(State::Written { stuck, .. }) = self.state_of(begun) {
-            *stuck = true;
+    /// All that is left could not be read: each has its turn again before one has it twice.
+    fn try_all_again(&mut self) {
+        for segment in &mut self.table[self.own.clone()] {
+            if let State::Written { turn: turn @ Turn::Unread, .. } = &mut segment.state {
+                *turn = Turn::Later;
+            }
+        }
+    }
+
+    /// Something in a segment cannot be moved: it is not chosen before something in it has died, as long as it is what that flight
+    /// wrote. Whether others are worth a try: there may be some that were not tried before.
+    pub fn stick(&mut self, begun: Begun) -> bool {
+        match self.state_of(begun) {
+            Some(State::Written { turn, .. }) => core::mem::replace(turn, Turn::Never) == Turn::First,
+            _ => true,
+        }
+    }
+
+    /// A segment could not be read: it is chosen when there is no other, as long as it is what that flight wrote.
+    pub fn put_off(&mut self, begun: Begun) {
+        if let Some(State::Written { turn, .. }) = self.state_of(begun) {
+            *turn = Turn::Unread;
         }
     }
 
@@ -335,19 +444,21 @@ impl Segments {
             return None;
         }
         let from = self.own.start;
-        let is_filled = |segment: &Segment| segment.state == State::Free { filled: true };
+        let is_filled = |segment: &Segment| matches!(segment.state, State::Free { filled: true, .. });
         let last = from + self.table[from..self.filled_to].iter().rposition(is_filled)?;
-        self.table[last].state = State::Writing;
+        let State::Free { failed, .. } = self.table[last].state else { return None };
+        self.table[last].state = State::Writing { filled: false, failed };
         self.filled_to = last;
         (self.free, self.filled) = (self.free - 1, self.filled - 1);
+        self.failed -= usize::from(failed);
         Some(Begun { segment: last as u32, flight: self.table[last].flight })
     }
 
     /// It was punched.
     pub fn punched(&mut self, begun: Begun) {
-        self.table[begun.segment as usize].state = State::Free { filled: false };
-        self.free += 1;
-        self.free_from = self.free_from.min(begun.segment as usize);
+        if let State::Writing { filled, failed } = self.table[begun.segment as usize].state {
+            self.free_again(begun.segment as usize, filled, failed);
+        }
     }
 
     /// The bytes now; what only the backing knows is left out.
@@ -448,6 +559,83 @@ mod tests {
     }
 
     #[test]
+    fn what_could_not_be_emptied_or_read_is_tried_again_when_there_is_no_other() {
+        let mut segments = segments(8);
+        let [best, second, third] = [1000, 2000, 3000].map(|live| written(&mut segments, live));
+        assert_eq!(chosen(&mut segments, WHOLE), Some(best.segment));
+        assert!(segments.stick(best), "others are worth a try");
+        // A record that its slot did not name any more when it was looked for.
+        segments.free_record(best.segment, 10);
+        for (begun, is_next) in [(second, 1), (third, 2)] {
+            assert_eq!(chosen(&mut segments, WHOLE), Some(is_next));
+            segments.put_off(begun);
+            segments.cleaned();
+        }
+        assert_eq!(chosen(&mut segments, WHOLE), Some(best.segment), "something has died there");
+        assert!(!segments.stick(best), "one that is tried again is enough");
+        segments.cleaned();
+        // Those that could not be read take turns, however much there is to gain.
+        for _ in 0..3 {
+            let turn = [(); 2].map(|()| {
+                let begun = segments.choose(WHOLE).unwrap();
+                segments.put_off(begun);
+                segments.cleaned();
+                begun.segment
+            });
+            assert_eq!(turn, [second.segment, third.segment]);
+        }
+    }
+
+    #[test]
+    fn where_a_write_failed_is_written_last_and_each_such_place_in_its_turn() {
+        let mut segments = segments(4);
+        let fail = |segments: &mut Segments, spare| {
+            let begun = segments.begin(spare).unwrap();
+            segments.failed(begun);
+            begun.segment
+        };
+        assert_eq!([fail(&mut segments, 1), fail(&mut segments, 1)], [0, 1]);
+        assert_eq!((segments.sure(), segments.free()), (2, 4));
+        let third = written(&mut segments, 7);
+        assert_eq!(third.segment, 2);
+        assert_eq!(segments.begin(3).map(|begun| begun.segment), None, "spares are kept");
+        // The last that is sure is the one to spare.
+        assert_eq!([(); 4].map(|()| fail(&mut segments, 1)), [0, 1, 0, 1]);
+        assert_eq!(segments.begin(0).unwrap().segment, 3);
+        assert_eq!(written(&mut segments, 7).segment, 0);
+        segments.free_record(0, 7);
+        assert_eq!((segments.sure(), segments.begin(0).unwrap().segment), (1, 0), "it is good again");
+        assert_eq!(segments.stats().free_bytes, WHOLE);
+    }
+
+    #[test]
+    fn a_medium_that_failed_for_a_while_has_no_bad_places() {
+        let mut segments = segments(40);
+        for _ in 0..20 {
+            let begun = segments.begin(1).unwrap();
+            segments.failed(begun);
+        }
+        assert_eq!(segments.sure(), 20);
+        let next = written(&mut segments, 7);
+        assert_eq!((next.segment, segments.sure(), segments.begin(1).unwrap().segment), (20, 39, 0));
+    }
+
+    #[test]
+    fn a_hole_for_which_there_is_no_room_is_taken_after_what_has_its_room() {
+        let mut segments = segments(4);
+        let [_, hole, whole, _] = [7; 4].map(|live| written(&mut segments, live));
+        segments.free_record(hole.segment, 7);
+        let punched = segments.next_to_punch(0).unwrap();
+        segments.punched(punched);
+        let begun = segments.begin(0).unwrap();
+        assert_eq!(begun.segment, hole.segment);
+        segments.give_back(begun);
+        segments.free_record(whole.segment, 7);
+        assert_eq!(segments.begin(0).unwrap().segment, whole.segment);
+        assert_eq!(segments.begin(0).unwrap().segment, hole.segment);
+    }
+
+    #[test]
     fn what_is_not_settled_is_not_cleaned() {
         let mut segments = segments(4);
         let begun = segments.begin(0).unwrap();
@@ -486,14 +674,16 @@ mod tests {
         let mut segments = segments(40);
         let mut full: Vec<Begun> = Vec::new();
         for _ in 0..20_000 {
-            match random.u8(0..4) {
+            match random.u8(0..6) {
                 0 | 1 => full.extend(segments.begin(1).inspect(|begun| segments.arrived(*begun, 9))),
+                4 => segments.begin(1).into_iter().for_each(|begun| segments.failed(begun)),
+                5 => segments.begin(1).into_iter().for_each(|begun| segments.give_back(begun)),
                 2 if !full.is_empty() => {
                     let begun = full.swap_remove(random.usize(..full.len()));
                     segments.free_record(begun.segment, 9);
                 }
                 _ => {
-                    let is_filled = |segment: &Segment| segment.state == State::Free { filled: true };
+                    let is_filled = |segment: &Segment| matches!(segment.state, State::Free { filled: true, .. });
                     let filled = segments.table.iter().filter(|segment| is_filled(segment)).count();
                     let last = segments.table.iter().rposition(is_filled).filter(|_| filled > 3);
                     let begun = segments.next_to_punch(3);
@@ -504,6 +694,10 @@ mod tests {
                     begun.into_iter().for_each(|begun| segments.punched(begun));
                 }
             }
+            let free = |segment: &&Segment| matches!(segment.state, State::Free { .. });
+            let sure = |segment: &&Segment| matches!(segment.state, State::Free { failed: false, .. });
+            assert_eq!(segments.free(), segments.table.iter().filter(free).count());
+            assert_eq!(segments.sure(), segments.table.iter().filter(sure).count());
         }
         assert!(segments.flights() > 1000);
     }

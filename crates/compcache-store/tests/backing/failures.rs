@@ -1,0 +1,150 @@
+//! What fails for a while, or in one place, and what is in vain: the rest goes on.
+
+use super::*;
+
+/// Pages that do not compress, of which a segment holds so many.
+const FULL: u64 = 15;
+
+/// Has `count` segments written, full of such pages.
+fn fill(at: &mut Place, count: u64) {
+    (0..count * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    at.reclaim_all();
+    assert_eq!(at.backing.stats().segments_written, count);
+}
+
+/// Discards all but `kept` pages of each of so many segments.
+fn thin(at: &Place, count: u64, kept: u64) {
+    for first in (0..count).map(|nth| nth * FULL) {
+        at.pool.discard_range(PageIndex(first + kept), FULL - kept);
+    }
+}
+
+#[test]
+fn what_could_not_be_read_for_a_while_is_cleaned_afterwards() {
+    let memory = Memory::new(1, Faults::NONE);
+    let mut at = place(memory.medium(), config(8));
+    fill(&mut at, 6);
+    thin(&at, 6, 3);
+    (1000..1000 + 3 * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    memory.set_faults(Faults { failed_reads: 1, ..Faults::NONE });
+    let left: usize = (0..20).map(|_| at.reclaim().unwrap()).sum();
+    assert_eq!((left as u64, at.backing.health()), (FULL, Health::Full), "one free segment, and one for cleaning");
+    memory.set_faults(Faults::NONE);
+    at.reclaim_all();
+    let stats = at.backing.stats();
+    assert_eq!((at.pool.stats().bd_count, at.backing.health()), (6 * 3 + 3 * FULL, Health::Good), "{stats:?}");
+    for index in (0..6 * FULL).filter(|index| index % FULL < 3).chain(1000..1000 + 3 * FULL) {
+        assert!(at.fetch(index).unwrap() == noise(index, 1), "page {index}");
+    }
+    assert_eq!(stats.live_bytes, at.pool.stats().bd_bytes);
+}
+
+#[test]
+fn a_segment_that_cannot_be_read_does_not_keep_others_from_being_cleaned() {
+    let bad = Arc::new(Mutex::new(None));
+    let mut at =
+        place(Box::new(BadPlace { memory: Memory::new(1, Faults::NONE).medium(), bad: bad.clone() }), config(8));
+    fill(&mut at, 6);
+    thin(&at, 6, 3);
+    // It has the most to gain.
+    at.pool.discard_range(PageIndex(0), 2);
+    *bad.lock().unwrap() = Some(0);
+    (1000..1000 + 3 * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    at.reclaim_all();
+    assert_eq!(at.pool.stats().bd_count, 1 + 5 * 3 + 3 * FULL, "{:?}", at.backing.stats());
+    assert!(at.fetch(2).is_err());
+    *bad.lock().unwrap() = None;
+    assert!(at.fetch(2).unwrap() == noise(2, 1));
+}
+
+/// A medium with a segment that can be neither read nor written.
+struct BadPlace {
+    memory: Box<dyn Medium>,
+    bad: Arc<Mutex<Option<u64>>>,
+}
+
+impl BadPlace {
+    fn check(&self, offset_bytes: u64) -> Result<(), MediumError> {
+        match *self.bad.lock().unwrap() {
+            Some(bad) if offset_bytes / (64 * KIB) == bad => Err(MediumError::System { errno: 5 }),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Medium for BadPlace {
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediumError> {
+        self.check(offset_bytes)?;
+        self.memory.read_at(offset_bytes, into)
+    }
+
+    fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError> {
+        self.check(offset_bytes)?;
+        self.memory.write_at(offset_bytes, from)
+    }
+
+    fn punch(&self, offset_bytes: u64, length_bytes: u64) {
+        self.memory.punch(offset_bytes, length_bytes);
+    }
+}
+
+#[test]
+fn one_bad_place_costs_one_write_and_no_more() {
+    let bad = Arc::new(Mutex::new(Some(2)));
+    let mut at = place(Box::new(BadPlace { memory: Memory::new(1, Faults::NONE).medium(), bad }), config(16));
+    (0..8 * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    let failed = (0..20).filter(|_| at.reclaim().is_err()).count();
+    assert_eq!((failed, at.pool.stats().bd_count, at.backing.health()), (1, 8 * FULL, Health::Good));
+    // Round and round, with what is alive moved from place to place.
+    for generation in 2..40 {
+        (0..8 * FULL).filter(|index| index % 3 > 0).for_each(|index| at.write(index, &noise(index, generation)));
+        while !matches!(at.reclaim(), Ok(0)) {}
+    }
+    let stats = at.backing.stats();
+    assert!(stats.segments_written > 100 && stats.failed_writes == 1, "{stats:?}");
+    assert_eq!(stats.live_bytes, at.pool.stats().bd_bytes);
+}
+
+#[test]
+fn a_segment_of_which_a_page_was_moved_is_cleaned_when_that_has_died() {
+    let mut at = place(Memory::new(1, Faults::NONE).medium(), config(8));
+    fill(&mut at, 7);
+    // Only the first is mostly dead, and it has a page that its list does not tell of.
+    at.pool.discard_range(PageIndex(3), FULL - 3);
+    assert!(at.pool.move_slot(PageIndex(0), PageIndex(5000)).unwrap());
+    (1000..1000 + FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    for _ in 0..3 {
+        assert_eq!((at.reclaim().unwrap(), at.backing.health()), (0, Health::Full));
+    }
+    at.pool.discard(PageIndex(5000));
+    assert_eq!(at.reclaim().unwrap() as u64, FULL - 2, "{:?}", at.backing.stats());
+    assert!(at.is_out(1) && at.fetch(1).unwrap() == noise(1, 1));
+    assert_eq!((at.backing.stats().records_moved, at.backing.health()), (2, Health::Good));
+}
+
+#[test]
+fn a_segment_taken_to_empty_one_is_not_written_while_nothing_leaves_memory() {
+    let memory = Memory::new(1, Faults::NONE);
+    let mut at = place(memory.medium(), config(32));
+    fill(&mut at, 30);
+    // Two of them do not fit into one.
+    thin(&at, 30, 9);
+    let before = memory.did();
+    (0..20).for_each(|_| assert_eq!(at.reclaim().unwrap(), 0));
+    let after = memory.did();
+    assert_eq!(after.writes, before.writes, "segments were moved from place to place");
+    assert!(after.reads <= before.reads + 1, "{} segments were read for nothing", after.reads - before.reads);
+    // With a page that leaves it is worth it.
+    at.write(1000, &noise(1000, 1));
+    assert_eq!((at.reclaim().unwrap(), memory.did().writes), (1, before.writes + 1));
+    assert!(at.backing.stats().records_moved >= 9);
+    // And so it is where many can be emptied for one.
+    thin(&at, 30, 2);
+    let free_bytes = at.backing.stats().free_bytes;
+    at.write(1001, &noise(1001, 1));
+    assert_eq!(at.reclaim().unwrap(), 1);
+    (0..20).for_each(|_| assert_eq!(at.reclaim().unwrap(), 0));
+    assert!(at.backing.stats().free_bytes > free_bytes, "{:?}", at.backing.stats());
+    assert!(memory.did().writes <= before.writes + 3);
+    assert_eq!(at.backing.stats().live_bytes, at.pool.stats().bd_bytes);
+}
