@@ -164,7 +164,7 @@ impl DiskBacking {
             while is_device && users.strong_count() > 0 && Instant::now() < until {
                 thread::sleep(BETWEEN_LOOKS);
             }
-            if is_device && backing.stats().segments_written > 0 {
+            if is_device && is_touched(&backing.stats()) {
                 // If it cannot be done, the device has to be given with --backing-overwrite the next time.
                 let _ = backing.erase_start(LOOKED_AT_BYTES);
             }
@@ -226,6 +226,11 @@ impl DiskBacking {
             damaged_reads: stats.damaged_reads,
         }
     }
+}
+
+/// Whether anything may have been written; a write that failed may have come some of its way.
+fn is_touched(stats: &BackingStats) -> bool {
+    stats.segments_written > 0 || stats.failed_writes > 0
 }
 
 impl Drop for DiskBacking {
@@ -384,10 +389,15 @@ impl Reclaimer {
         while !self.stop.load(Ordering::Acquire) {
             self.advance_age();
             // What fails, is full, or finds nothing that could leave, only now and then.
-            let is_good = self.backing.health() == Health::Good && !in_vain;
-            if (is_good || attempt.elapsed() >= BETWEEN_ATTEMPTS) && self.store.wants_reclaim(&self.backing) {
-                in_vain = !self.reclaim();
-                attempt = Instant::now();
+            let health = self.backing.health();
+            if (health == Health::Good && !in_vain) || attempt.elapsed() >= BETWEEN_ATTEMPTS {
+                if self.store.wants_reclaim(&self.backing) {
+                    in_vain = !self.reclaim();
+                    attempt = Instant::now();
+                } else if matches!(health, Health::Failing(_)) {
+                    self.try_again();
+                    attempt = Instant::now();
+                }
             }
             self.tell();
             if tidied.elapsed() >= BETWEEN_ATTEMPTS {
@@ -411,6 +421,14 @@ impl Reclaimer {
             }
         }
         any
+    }
+
+    /// Writes to a backing that failed, if there is something to write, however far the limit: who waits for the reserve of swap has blocks leave
+    /// only for one that is in good health.
+    fn try_again(&mut self) {
+        let Some(pool) = self.pool.upgrade() else { return };
+        // What went wrong is in its health.
+        let _ = self.store.write_back(&mut self.worker, &pool, Leaving::Oldest);
     }
 
     /// Has some leave if the machine is short of memory, for as long as a window at most.
@@ -496,6 +514,7 @@ fn about(duration: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use compcache_store::{Medium, MediumError, PageIndex, PoolConfig, StoreConfig};
 
     const MIB: u64 = 1 << 20;
 
@@ -534,6 +553,64 @@ mod tests {
         }
         let error = of(&daily(Some(1)), 1 << 30, u64::MAX).unwrap_err().to_string();
         assert!(error.contains("not one batch of 1.0 MiB") && error.contains("0 if"), "{error}");
+    }
+
+    /// Fails with the first write, and then with none.
+    struct FailsOnce(AtomicBool);
+
+    impl Medium for FailsOnce {
+        fn read_at(&self, _: u64, _: &mut [u8]) -> Result<(), MediumError> {
+            Err(MediumError::Short)
+        }
+
+        fn write_at(&self, _: u64, _: &[u8]) -> Result<(), MediumError> {
+            let failed = self.0.swap(true, Ordering::SeqCst);
+            if failed { Ok(()) } else { Err(MediumError::System { errno: 5 }) }
+        }
+
+        fn punch(&self, _: u64, _: u64) {}
+    }
+
+    #[test]
+    fn a_backing_that_failed_is_tried_again_however_far_the_limit() {
+        let store = Store::new(StoreConfig::default()).unwrap();
+        let backing = Backing::new(Box::new(FailsOnce(AtomicBool::new(false))), BackingConfig::default()).unwrap();
+        let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
+        let (mut worker, stop) = (Worker::new(&store, clock_ns).unwrap(), Arc::new(AtomicBool::new(false)));
+        let page: Vec<u8> = (0..=u8::MAX).cycle().take(4096).collect();
+        pool.write(&mut worker, PageIndex(1), page.as_slice().try_into().unwrap()).unwrap();
+        // As who waits for the reserve has them leave.
+        store.write_back(&mut worker, &pool, Leaving::Oldest).unwrap_err();
+        assert!(matches!(backing.health(), Health::Failing(_)) && is_touched(&backing.stats()));
+        let reclaimer = Reclaimer {
+            disk: "test".into(),
+            pool: Arc::downgrade(&pool),
+            backing: backing.clone(),
+            store: store.clone(),
+            worker,
+            stop: stop.clone(),
+            used_pages: 0,
+            health: Health::Good,
+            pressure: Pressure::open().unwrap(),
+            relief: Relief::default(),
+        };
+        let (running, begun) = (thread::spawn(move || reclaimer.run()), Instant::now());
+        while backing.health() != Health::Good && begun.elapsed() < Duration::from_secs(20) {
+            thread::sleep(BETWEEN_LOOKS);
+        }
+        stop.store(true, Ordering::Release);
+        running.join().unwrap();
+        assert_eq!((backing.health(), pool.stats().bd_count), (Health::Good, 1));
+    }
+
+    #[test]
+    fn a_device_is_touched_also_by_writes_that_fail() {
+        let stats = |segments_written, failed_writes| BackingStats {
+            segments_written,
+            failed_writes,
+            ..BackingStats::default()
+        };
+        assert!(is_touched(&stats(0, 1)) && is_touched(&stats(1, 0)) && !is_touched(&stats(0, 0)));
     }
 
     #[test]
