@@ -283,10 +283,10 @@ impl Spill {
         flight + self.touched_bytes.load(Relaxed)
     }
 
-    /// Bytes of the file that are in use.
+    /// Bytes of the file that are in use, but for what is being written.
     pub fn file_bytes(&self) -> u64 {
         let stats = self.backing.stats();
-        stats.capacity_bytes - stats.free_bytes
+        stats.capacity_bytes - stats.free_bytes - stats.flying_bytes
     }
 
     /// Derives what the pool may use: the share that suits the faults that there were ([`Reuse`]), and while there were few, from how
@@ -440,6 +440,8 @@ impl Spill {
     /// Writes a segment, or as far as that there is no need any more. Whether there is more to do.
     fn spill(&self, pager: &Pager) -> bool {
         self.publish(pager);
+        // However much the file could have: others' files share that, and cleaning begins when there is little of it.
+        self.backing.set_room_bytes(self.files.room_bytes());
         let reclaimed = pager.store.reclaim(&mut self.worker.lock(), &self.backing);
         if let (Ok(reclaimed), Some(slot)) = (&reclaimed, pager.slot()) {
             let written = slot.counters.spill_written_pages.fetch_add(reclaimed.pages as u64, Relaxed);

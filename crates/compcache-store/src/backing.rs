@@ -127,6 +127,8 @@ pub struct BackingStats {
     pub live_bytes: u64,
     /// Records that nothing refers to any more, the lists of segments, and what is left at their ends.
     pub dead_bytes: u64,
+    /// Of these, what is being written at this moment, or given its room or without it.
+    pub flying_bytes: u64,
     /// Segments with nothing in them.
     pub free_bytes: u64,
     /// Segments written, and how many records of others were moved into them by cleaning.
@@ -268,6 +270,13 @@ impl Backing {
             self.medium.punch(u64::from(begun.segment) * bytes, bytes);
             self.segments.lock().punched(begun);
         }
+    }
+
+    /// Of what is free, only so many bytes may be written to from now on; `u64::MAX` is all: where several share what there is. As much
+    /// as that is kept for cleaning, or begins it, as if there were no more.
+    pub fn set_room_bytes(&self, bytes: u64) {
+        let segments = usize::try_from(bytes / self.segment_bytes as u64).unwrap_or(usize::MAX);
+        self.segments.lock().set_room(segments);
     }
 
     /// Above how many hundredths of a limit pages leave for it.

@@ -44,11 +44,17 @@ impl PartFiles {
         }
     }
 
-    /// Whether one more segment is within what the tree may use.
-    pub fn has_room(&self) -> bool {
+    /// What the tree may use beside what it uses. What is being written does not count: a file that is at its last segment would
+    /// have no room for what was just begun.
+    pub fn room_bytes(&self) -> u64 {
         let max = self.region.header.spill_max_bytes.load(Relaxed);
         let all: u64 = self.region.living().map(|slot| slot.gauges.spill_bytes.load(Relaxed)).sum();
-        max == 0 || all.max(self.used_bytes.load(Relaxed)) + self.segment_bytes <= max
+        if max == 0 { u64::MAX } else { max.saturating_sub(all.max(self.used_bytes.load(Relaxed))) }
+    }
+
+    /// Whether one more segment is within that.
+    pub fn has_room(&self) -> bool {
+        self.room_bytes() >= self.segment_bytes
     }
 }
 
@@ -67,6 +73,11 @@ impl Medium for PartMedium {
             return Err(MediumError::NoSpace);
         }
         file.ok_or(MediumError::Forked)?.write_at(offset_bytes, from)
+    }
+
+    fn fill(&self, offset_bytes: u64, length_bytes: u64) -> Result<(), MediumError> {
+        let (file, offset_bytes) = self.0.of(offset_bytes);
+        file.ok_or(MediumError::Forked)?.fill(offset_bytes, length_bytes)
     }
 
     fn punch(&self, offset_bytes: u64, length_bytes: u64) {

@@ -92,6 +92,17 @@ impl Medium for FileMedium {
         Ok(())
     }
 
+    fn fill(&self, offset_bytes: u64, length_bytes: u64) -> Result<(), MediumError> {
+        if self.request_bytes < usize::MAX {
+            return Ok(());
+        }
+        match fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset_bytes, length_bytes) {
+            // A block device has all its room; of a file system that cannot do this it is hoped.
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NODEV | Errno::INVAL | Errno::NOSYS) => Ok(()),
+            Err(errno) => Err(error(errno)),
+        }
+    }
+
     fn punch(&self, offset_bytes: u64, length_bytes: u64) {
         if self.request_bytes < usize::MAX {
             return;

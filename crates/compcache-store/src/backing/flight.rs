@@ -219,6 +219,13 @@ impl Backing {
     /// # Errors
     /// What the medium said; every page is where it was.
     pub(crate) fn fly(&self, store: &Store, worker: &mut Worker, wanted: &Wanted<'_>) -> Result<Flown, MediumError> {
+        match self.fly_once(store, worker, wanted) {
+            Err(MediumError::NoSpace) if self.health() != Health::Full => self.fly_once(store, worker, wanted),
+            flown => flown,
+        }
+    }
+
+    fn fly_once(&self, store: &Store, worker: &mut Worker, wanted: &Wanted<'_>) -> Result<Flown, MediumError> {
         let busy = Flown { is_busy: true, ..Flown::default() };
         let Some(mut flight) = self.flights.iter().find_map(Mutex::try_lock) else { return Ok(busy) };
         let flight = &mut *flight;
@@ -304,8 +311,7 @@ impl Backing {
     /// says afterwards that there is room again.
     fn tell_if_full(&self, spare: usize) -> bool {
         let segments = self.segments.lock();
-        let has_none = segments.free() <= spare || segments.is_out_of_flights();
-        let is_full = has_none && !segments.is_any_written_now();
+        let is_full = !segments.can_begin(spare) && !segments.is_any_written_now();
         if is_full {
             self.set_health(Health::Full);
         }
@@ -322,6 +328,14 @@ impl Backing {
         Flown::default()
     }
 
+    /// Has one free segment take its room before all room is in use: the only one that cleaning then has.
+    fn fill_spare(&self) {
+        let Some(spare) = self.segments.lock().next_to_fill() else { return };
+        let bytes = self.segment_bytes as u64;
+        let is_filled = self.medium.fill(u64::from(spare.segment) * bytes, bytes).is_ok();
+        self.segments.lock().filled(spare, is_filled);
+    }
+
     fn take_off(
         &self,
         store: &Store,
@@ -329,6 +343,7 @@ impl Backing {
         flight: &mut Flight,
         begun: Begun,
     ) -> Result<Flown, MediumError> {
+        self.fill_spare();
         let offset_bytes = u64::from(begun.segment) * self.segment_bytes as u64;
         let sealed = flight.seal(self, begun).map_err(|Forked| MediumError::Forked);
         // Another may have had the last of the day's since this one looked.
@@ -339,13 +354,14 @@ impl Backing {
             return Ok(Flown::default());
         }
         if let Err(error) = sealed.and_then(|()| self.medium.write_at(offset_bytes, &flight.image)) {
-            match error {
-                // Which is so wherever there is no room yet.
-                MediumError::NoSpace => self.segments.lock().give_back(begun),
-                _ => self.segments.lock().failed(begun),
-            }
             self.counts.failed_writes.fetch_add(1, Relaxed);
-            self.set_health(if error == MediumError::NoSpace { Health::Full } else { Health::Failing(error) });
+            if error != MediumError::NoSpace {
+                self.segments.lock().failed(begun);
+                self.set_health(Health::Failing(error));
+            } else if !self.segments.lock().no_room(begun) {
+                // If that is news, there may be something to clean.
+                self.set_health(Health::Full);
+            }
             self.gather_anew();
             return Err(error);
         }

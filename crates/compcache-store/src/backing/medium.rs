@@ -18,6 +18,14 @@ pub trait Medium: Send + Sync {
     /// Why not. What is there afterwards is not defined.
     fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError>;
 
+    /// Has a range take its room, so that it is there when it is written, as far as that can be done without writing it.
+    ///
+    /// # Errors
+    /// There is none.
+    fn fill(&self, _offset_bytes: u64, _length_bytes: u64) -> Result<(), MediumError> {
+        Ok(())
+    }
+
     /// Gives the room of a range back, which reads as anything afterwards. A wish: what cannot do it does nothing.
     fn punch(&self, offset_bytes: u64, length_bytes: u64);
 }

@@ -88,6 +88,8 @@ unsafe impl Zeroable for Segment {}
 const CLEANED_16THS: u64 = 15;
 /// When more writes than this failed one after the other, and then one did not, it was not for where they went.
 const FAILURES_FEW: u32 = 8;
+/// Where there is no room, so large a share of the segments keeps its own though it is free: more than is free when cleaning begins.
+const KEPT_SHARE: usize = 8;
 
 pub(super) struct Segments {
     table: Table<Segment>,
@@ -96,14 +98,21 @@ pub(super) struct Segments {
     own: Range<usize>,
     /// What was written by this flight or an earlier one may be read by copies of the process.
     held_until: u64,
-    /// No segment before these two is free and filled, or free at all, but for such as failed; and none from `filled_to` on is free and filled.
+    /// No segment before these two is free and filled, or free and not filled, but for such as failed; and none from `filled_to` on is free and filled.
     filled_from: usize,
-    free_from: usize,
+    fresh_from: usize,
     filled_to: usize,
     free: usize,
     /// Of those that are free.
     filled: usize,
     failed: usize,
+    filled_and_failed: usize,
+    /// Being written, or given their room or without it, at this moment.
+    writing: usize,
+    /// There was no room where the backing lies: as far as is known, only what is filled can be written to.
+    is_short: bool,
+    /// As many of those that are free may be written to, whatever else is known.
+    room: usize,
     /// Where the next one that failed is looked for.
     failed_from: usize,
     /// Writes that failed since one arrived.
@@ -132,11 +141,15 @@ impl Segments {
             own: 0..count,
             held_until: 0,
             filled_from: count,
-            free_from: 0,
+            fresh_from: 0,
             filled_to: 0,
             free: count,
             filled: 0,
             failed: 0,
+            filled_and_failed: 0,
+            writing: 0,
+            is_short: false,
+            room: usize::MAX,
             failed_from: 0,
             failures: 0,
             live_bytes: 0,
@@ -163,9 +176,10 @@ impl Segments {
                 *segment = Segment { flight: 0, live_bytes: 0, state: NEVER_WRITTEN };
             }
         }
-        (self.filled_from, self.free_from) = (self.own.end, self.own.start);
+        (self.filled_from, self.fresh_from) = (self.own.end, self.own.start);
         (self.filled_to, self.filled) = (self.own.start, 0);
         (self.failed, self.failed_from, self.failures) = (0, self.own.start, 0);
+        (self.filled_and_failed, self.writing, self.is_short) = (0, 0, false);
         (self.free, self.live_bytes, self.held_until) = (self.own.len(), 0, 0);
         (self.flights, self.any_chosen) = (flights, false);
     }
@@ -183,8 +197,9 @@ impl Segments {
     /// This process writes nothing.
     pub fn write_nothing(&mut self) {
         (self.own, self.free) = (0..0, 0);
-        (self.filled_from, self.free_from) = (0, 0);
-        (self.filled_to, self.filled, self.failed, self.failed_from) = (0, 0, 0, 0);
+        (self.filled_from, self.fresh_from) = (0, 0);
+        (self.filled_to, self.filled) = (0, 0);
+        (self.failed, self.filled_and_failed, self.failed_from) = (0, 0, 0);
     }
 
     /// Whether anything is alive in the part of the table that begins at `from` and has `count` segments.
@@ -214,47 +229,76 @@ impl Segments {
         }
     }
 
-    pub fn free(&self) -> usize {
-        self.free
-    }
-
     /// Those that are free and can be written to, as far as is known.
     pub fn sure(&self) -> usize {
-        self.free - self.failed
+        let sure = if self.is_short { self.filled_and_sure() } else { self.free - self.failed };
+        sure.min(self.room)
     }
 
+    fn filled_and_sure(&self) -> usize {
+        self.filled - self.filled_and_failed
+    }
+
+    /// All there are, but for those that cannot be had where there is no room.
     pub fn count(&self) -> usize {
-        self.own.len()
+        self.own.len() - if self.is_short { self.free - self.filled } else { 0 }
+    }
+
+    /// As many free segments may be written to from now on.
+    pub fn set_room(&mut self, segments: usize) {
+        self.room = segments;
+    }
+
+    /// Whether [`Segments::begin`] finds one.
+    pub fn can_begin(&self, spare: usize) -> bool {
+        self.free.min(self.room) > spare && !self.is_out_of_flights()
     }
 
     /// A free segment, of those that take room already if there is one, else the first; one that failed when there is no other. Leaves
-    /// `spare` of them alone.
+    /// `spare` of them alone, and as many of those that take room as long as there are others.
     pub fn begin(&mut self, spare: usize) -> Option<Begun> {
-        if self.free <= spare || self.is_out_of_flights() {
+        if !self.can_begin(spare) {
             return None;
         }
-        let found = if self.sure() > spare { self.first_sure() } else { self.next_failed() }?;
-        let State::Free { filled, failed } = self.table[found].state else { return None };
-        self.free -= 1;
-        self.filled -= usize::from(filled);
-        self.failed -= usize::from(failed);
+        let found = match self.sure() > spare {
+            true if self.is_short || spare == 0 || self.filled_and_sure() > spare => {
+                self.first_filled().or_else(|| self.first_fresh())
+            }
+            true => self.first_fresh().or_else(|| self.first_filled()),
+            // There may be room again.
+            false if self.is_short => self.first_fresh().or_else(|| self.next_failed()),
+            false => self.next_failed(),
+        }?;
         self.flights += 1;
-        self.table[found] = Segment { flight: self.flights, live_bytes: 0, state: State::Writing { filled, failed } };
+        self.take(found)?;
+        (self.table[found].flight, self.table[found].live_bytes) = (self.flights, 0);
         Some(Begun { segment: found as u32, flight: self.flights })
     }
 
-    fn first_sure(&mut self) -> Option<usize> {
+    /// A free segment is free no more.
+    fn take(&mut self, segment: usize) -> Option<()> {
+        let State::Free { filled, failed } = self.table[segment].state else { return None };
+        self.free -= 1;
+        self.filled -= usize::from(filled);
+        self.failed -= usize::from(failed);
+        self.filled_and_failed -= usize::from(filled && failed);
+        self.writing += 1;
+        self.table[segment].state = State::Writing { filled, failed };
+        Some(())
+    }
+
+    fn first_filled(&mut self) -> Option<usize> {
         let is_filled = |segment: &Segment| segment.state == State::Free { filled: true, failed: false };
-        let is_free = |segment: &Segment| matches!(segment.state, State::Free { failed: false, .. });
-        let end = self.own.end;
-        let filled = self.table[self.filled_from..end].iter().position(is_filled).map(|at| self.filled_from + at);
-        self.filled_from = filled.unwrap_or(end);
-        if filled.is_some() {
-            return filled;
-        }
-        let free = self.table[self.free_from..end].iter().position(is_free).map(|at| self.free_from + at);
-        self.free_from = free.unwrap_or(end);
-        free
+        let found = self.table[self.filled_from..self.own.end].iter().position(is_filled);
+        self.filled_from = found.map_or(self.own.end, |at| self.filled_from + at);
+        found.map(|_| self.filled_from)
+    }
+
+    fn first_fresh(&mut self) -> Option<usize> {
+        let is_fresh = |segment: &Segment| segment.state == NEVER_WRITTEN;
+        let found = self.table[self.fresh_from..self.own.end].iter().position(is_fresh);
+        self.fresh_from = found.map_or(self.own.end, |at| self.fresh_from + at);
+        found.map(|_| self.fresh_from)
     }
 
     /// The one after that which failed last, so that each has its turn.
@@ -265,12 +309,15 @@ impl Segments {
 
     /// Whether a flight has begun and not arrived.
     pub fn is_any_written_now(&self) -> bool {
-        self.table[self.own.clone()].iter().any(|segment| matches!(segment.state, State::Writing { .. }))
+        self.writing > 0
     }
 
     /// The flight has arrived, with so many bytes of records. They are alive, all of them, until freed.
     pub fn arrived(&mut self, begun: Begun, live_bytes: u32) {
         let segment = &mut self.table[begun.segment as usize];
+        // There was room for what had none.
+        self.is_short &= !matches!(segment.state, State::Writing { filled: false, .. });
+        self.writing -= 1;
         segment.live_bytes = live_bytes;
         segment.state = State::Written { settled: false, chosen: false, turn: Turn::First };
         self.live_bytes += u64::from(live_bytes);
@@ -291,6 +338,7 @@ impl Segments {
         self.failures += 1;
         self.failed_from = begun.segment as usize + 1;
         if let State::Writing { filled, .. } = self.table[begun.segment as usize].state {
+            self.writing -= 1;
             self.become_free(begun.segment as usize, filled, true);
         }
     }
@@ -298,7 +346,32 @@ impl Segments {
     /// Nothing was written, for no fault of the place: all is as before.
     pub fn give_back(&mut self, begun: Begun) {
         if let State::Writing { filled, failed } = self.table[begun.segment as usize].state {
+            self.writing -= 1;
             self.become_free(begun.segment as usize, filled, failed);
+        }
+    }
+
+    /// Nothing was written, as there is no room where the backing lies. Whether that is news.
+    pub fn no_room(&mut self, begun: Begun) -> bool {
+        self.give_back(begun);
+        !core::mem::replace(&mut self.is_short, true)
+    }
+
+    /// A free segment that is to be given its room, so that there is one for cleaning when there is none for anything else.
+    pub fn next_to_fill(&mut self) -> Option<Begun> {
+        if self.filled > 0 || self.is_short {
+            return None;
+        }
+        let found = self.first_fresh()?;
+        self.take(found)?;
+        Some(Begun { segment: found as u32, flight: self.table[found].flight })
+    }
+
+    /// It has its room, or there is none.
+    pub fn filled(&mut self, begun: Begun, filled: bool) {
+        if let State::Writing { failed, .. } = self.table[begun.segment as usize].state {
+            self.writing -= 1;
+            self.free_again(begun.segment as usize, filled, failed);
         }
     }
 
@@ -309,7 +382,8 @@ impl Segments {
                 *failed = false;
             }
         }
-        (self.failed, self.filled_from, self.free_from) = (0, self.own.start, self.own.start);
+        (self.failed, self.filled_and_failed) = (0, 0);
+        (self.filled_from, self.fresh_from) = (self.own.start, self.own.start);
     }
 
     /// A record of so many bytes is dead. Returns whether its segment is free now.
@@ -347,11 +421,13 @@ impl Segments {
         self.free += 1;
         self.filled += usize::from(filled);
         self.failed += usize::from(failed);
+        self.filled_and_failed += usize::from(filled && failed);
         if filled {
             self.filled_from = self.filled_from.min(segment);
             self.filled_to = self.filled_to.max(segment + 1);
+        } else {
+            self.fresh_from = self.fresh_from.min(segment);
         }
-        self.free_from = self.free_from.min(segment);
     }
 
     /// The flight that wrote a segment; `None` if nothing there is alive.
@@ -440,25 +516,23 @@ impl Segments {
     /// A free segment that takes room where the backing lies, beside `kept` of them; it does so no more after this. Keeps the
     /// first ones, so that the end of a file empties. What it has passed over it does not look at again.
     pub fn next_to_punch(&mut self, kept: usize) -> Option<Begun> {
+        // What is cleaned where there is no room, to have some, is not to be given away.
+        let kept = if self.is_short { kept.max(self.count() / KEPT_SHARE) } else { kept };
         if self.filled <= kept {
             return None;
         }
         let from = self.own.start;
         let is_filled = |segment: &Segment| matches!(segment.state, State::Free { filled: true, .. });
         let last = from + self.table[from..self.filled_to].iter().rposition(is_filled)?;
-        let State::Free { failed, .. } = self.table[last].state else { return None };
-        self.table[last].state = State::Writing { filled: false, failed };
+        self.take(last)?;
         self.filled_to = last;
-        (self.free, self.filled) = (self.free - 1, self.filled - 1);
-        self.failed -= usize::from(failed);
         Some(Begun { segment: last as u32, flight: self.table[last].flight })
     }
 
     /// It was punched.
     pub fn punched(&mut self, begun: Begun) {
-        if let State::Writing { filled, failed } = self.table[begun.segment as usize].state {
-            self.free_again(begun.segment as usize, filled, failed);
-        }
+        self.is_short = false;
+        self.filled(begun, false);
     }
 
     /// The bytes now; what only the backing knows is left out.
@@ -469,6 +543,7 @@ impl Segments {
             capacity_bytes,
             free_bytes,
             live_bytes: self.live_bytes,
+            flying_bytes: self.writing as u64 * self.segment_bytes,
             dead_bytes: capacity_bytes - free_bytes - self.live_bytes,
             ..BackingStats::default()
         }
@@ -511,6 +586,7 @@ mod tests {
         let second = segments.begin(0).unwrap();
         assert_eq!((second.segment, second.flight), (1, 2));
         assert_eq!(segments.flight_of(1), None, "it is not there yet");
+        assert_eq!(segments.stats().flying_bytes, WHOLE);
         segments.failed(second);
         assert_eq!(segments.stats().free_bytes, 3 * WHOLE);
         assert_eq!(segments.stats().dead_bytes, WHOLE - 1000);
@@ -518,19 +594,20 @@ mod tests {
         assert_eq!((segments.stats().live_bytes, segments.flight_of(0)), (600, Some(1)));
         segments.free_record(first.segment, 600);
         let stats = segments.stats();
-        assert_eq!([stats.live_bytes, stats.free_bytes, stats.dead_bytes], [0, 4 * WHOLE, 0]);
+        assert_eq!([stats.live_bytes, stats.free_bytes, stats.dead_bytes, stats.flying_bytes], [0, 4 * WHOLE, 0, 0]);
         assert_eq!(segments.flight_of(0), None);
     }
 
     #[test]
     fn room_that_is_taken_already_is_used_first_and_spares_are_kept() {
         let mut segments = segments(4);
-        let [_, second, _] = [7, 7, 7].map(|live| written(&mut segments, live));
-        segments.free_record(second.segment, 7);
+        let [_, second, third] = [7, 7, 7].map(|live| written(&mut segments, live));
+        [second, third].iter().for_each(|begun| _ = segments.free_record(begun.segment, 7));
         let again = segments.begin(1).unwrap();
         assert_eq!((again.segment, again.flight), (1, 4), "a flight's number is never used again");
+        assert_eq!(segments.begin(1).unwrap().segment, 3, "the spare one is to have its room");
         assert!(segments.begin(1).is_none());
-        assert_eq!(segments.begin(0).unwrap().segment, 3);
+        assert_eq!(segments.begin(0).unwrap().segment, 2);
         assert!(segments.begin(0).is_none());
     }
 
@@ -595,7 +672,7 @@ mod tests {
             begun.segment
         };
         assert_eq!([fail(&mut segments, 1), fail(&mut segments, 1)], [0, 1]);
-        assert_eq!((segments.sure(), segments.free()), (2, 4));
+        assert_eq!((segments.sure(), segments.free), (2, 4));
         let third = written(&mut segments, 7);
         assert_eq!(third.segment, 2);
         assert_eq!(segments.begin(3).map(|begun| begun.segment), None, "spares are kept");
@@ -696,7 +773,7 @@ mod tests {
             }
             let free = |segment: &&Segment| matches!(segment.state, State::Free { .. });
             let sure = |segment: &&Segment| matches!(segment.state, State::Free { failed: false, .. });
-            assert_eq!(segments.free(), segments.table.iter().filter(free).count());
+            assert_eq!(segments.free, segments.table.iter().filter(free).count());
             assert_eq!(segments.sure(), segments.table.iter().filter(sure).count());
         }
         assert!(segments.flights() > 1000);

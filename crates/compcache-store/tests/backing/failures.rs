@@ -148,3 +148,103 @@ fn a_segment_taken_to_empty_one_is_not_written_while_nothing_leaves_memory() {
     assert!(memory.did().writes <= before.writes + 3);
     assert_eq!(at.backing.stats().live_bytes, at.pool.stats().bd_bytes);
 }
+
+/// A medium that takes room where it is written, or is to be, of which there is so much.
+struct Holes {
+    memory: Box<dyn Medium>,
+    filled: Mutex<BTreeSet<u64>>,
+    segments: Arc<AtomicU64>,
+}
+
+impl Medium for Holes {
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediumError> {
+        self.memory.read_at(offset_bytes, into)
+    }
+
+    fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError> {
+        self.fill(offset_bytes, from.len() as u64)?;
+        self.memory.write_at(offset_bytes, from)
+    }
+
+    fn fill(&self, offset_bytes: u64, _: u64) -> Result<(), MediumError> {
+        let mut filled = self.filled.lock().unwrap();
+        let is_there = filled.contains(&offset_bytes);
+        if !is_there && filled.len() as u64 >= self.segments.load(Ordering::Relaxed) {
+            return Err(MediumError::NoSpace);
+        }
+        filled.insert(offset_bytes);
+        Ok(())
+    }
+
+    fn punch(&self, offset_bytes: u64, _: u64) {
+        self.filled.lock().unwrap().remove(&offset_bytes);
+    }
+}
+
+/// Writes half of the pages anew again and again, and has all of them leave each time.
+fn rewrite(at: &mut Place, pages: u64, generations: std::ops::Range<u64>, mut before: impl FnMut(&Place)) {
+    let mut last = vec![0; pages as usize];
+    let mut rng = fastrand::Rng::with_seed(generations.start);
+    for generation in generations {
+        for index in (0..pages).filter(|_| generation == 0 || rng.bool()) {
+            last[index as usize] = generation;
+            at.write(index, &noise(index, generation));
+        }
+        while at.pool.stats().bd_count < pages {
+            before(at);
+            assert!(at.reclaim().unwrap() > 0, "generation {generation}: {:?}", at.backing.stats());
+        }
+        at.backing.tidy(|| true);
+    }
+    for (index, generation) in last.into_iter().enumerate() {
+        assert!(at.fetch(index as u64).unwrap() == noise(index as u64, generation), "page {index}");
+    }
+    assert_eq!(at.backing.stats().live_bytes, at.pool.stats().bd_bytes);
+}
+
+#[test]
+fn where_the_file_system_has_less_room_than_the_backing_may_take_it_is_cleaned_as_soon_as_that_is_full() {
+    let segments = Arc::new(AtomicU64::new(14));
+    let memory = Memory::new(1, Faults::NONE).medium();
+    let mut at = place(Box::new(Holes { memory, filled: Mutex::default(), segments: segments.clone() }), config(64));
+    rewrite(&mut at, 6 * FULL, 0..60, |_| {});
+    let stats = at.backing.stats();
+    assert!(stats.records_moved > 50 && (1..20).contains(&stats.failed_writes), "{stats:?}");
+    // With more room more of it is taken again.
+    segments.store(64, Ordering::Relaxed);
+    (1000..1000 + 20 * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    at.reclaim_all();
+    assert_eq!((at.pool.stats().bd_count, at.backing.health()), (26 * FULL, Health::Good));
+}
+
+#[test]
+fn where_no_segment_is_wholly_dead_there_is_one_with_room_to_clean_with() {
+    let memory = Memory::new(1, Faults::NONE).medium();
+    let segments = Arc::new(AtomicU64::new(14));
+    let mut at = place(Box::new(Holes { memory, filled: Mutex::default(), segments }), config(64));
+    fill(&mut at, 13);
+    thin(&at, 13, 3);
+    (1000..1000 + 5 * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    while at.pool.stats().bd_count < 13 * 3 + 5 * FULL {
+        assert!(at.reclaim().unwrap() > 0, "{:?}", at.backing.stats());
+    }
+    assert_eq!(at.backing.stats().live_bytes, at.pool.stats().bd_bytes);
+}
+
+#[test]
+fn what_shares_its_room_with_others_is_cleaned_when_that_is_used() {
+    let mut at = place(Memory::new(1, Faults::NONE).medium(), config(64));
+    let used = |at: &Place| (at.backing.stats().capacity_bytes - at.backing.stats().free_bytes) / (64 * KIB);
+    rewrite(&mut at, 6 * FULL, 0..60, |at| at.backing.set_room_bytes((14 - used(at)) * 64 * KIB));
+    assert!(at.backing.stats().records_moved > 50 && used(&at) <= 14, "{:?}", at.backing.stats());
+    // No more leaves than may, but for what cleaning needs.
+    (1000..1000 + 20 * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    while at.reclaim().unwrap() > 0 {
+        at.backing.set_room_bytes((14 - used(&at)) * 64 * KIB);
+    }
+    assert_eq!(at.backing.health(), Health::Full);
+    assert!((12..=14).contains(&used(&at)), "{:?}", at.backing.stats());
+    at.backing.set_room_bytes(u64::MAX);
+    at.reclaim_all();
+    assert_eq!((at.pool.stats().bd_count, at.backing.health()), (26 * FULL, Health::Good));
+}
