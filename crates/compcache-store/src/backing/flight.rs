@@ -43,6 +43,10 @@ const HEAD_BYTES: usize = 32;
 const COPIES_FACTOR: usize = 2;
 const _: () = assert!(HEAD_BYTES + UNIT <= COPIES_FACTOR * (TAG_BYTES + LISTED_BYTES));
 
+/// Of so many segments two are for cleaning alone: what is moved to another index while it is cleaned stays where it was, and the
+/// flight has taken a segment without emptying one.
+const SPARE_TWO_OF: usize = 64;
+
 /// Each page of a group that leaves frees such a part of it, in the end.
 const GROUP_PAGES: u64 = MEMBERS_MAX as u64;
 
@@ -237,8 +241,12 @@ impl Backing {
         }
         let mut cleaning = self.cleaning.try_lock();
         let (emptied, is_little) = self.fill(store, worker, flight, wanted, cleaning.as_deref_mut());
-        // The last free segment is for cleaning, which gives more back than it takes.
-        let spare = usize::from(emptied == 0);
+        // The last free segments are for cleaning, which gives more back than it takes.
+        let spare = match emptied {
+            0 if self.part_segments >= SPARE_TWO_OF => 2,
+            0 => 1,
+            _ => 0,
+        };
         let begun = match flight.records() {
             0 => None,
             _ if is_little => None,

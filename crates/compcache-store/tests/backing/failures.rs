@@ -248,3 +248,42 @@ fn what_shares_its_room_with_others_is_cleaned_when_that_is_used() {
     at.reclaim_all();
     assert_eq!((at.pool.stats().bd_count, at.backing.health()), (26 * FULL, Health::Good));
 }
+
+type Hook = Box<dyn FnOnce() + Send>;
+
+/// A medium that has something happen in the next write, before it is done.
+struct HookedWrite(Box<dyn Medium>, Arc<Mutex<Option<Hook>>>);
+
+impl Medium for HookedWrite {
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediumError> {
+        self.0.read_at(offset_bytes, into)
+    }
+
+    fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError> {
+        let hook = self.1.lock().unwrap().take();
+        hook.into_iter().for_each(|hook| hook());
+        self.0.write_at(offset_bytes, from)
+    }
+
+    fn punch(&self, _: u64, _: u64) {}
+}
+
+#[test]
+fn a_page_that_is_moved_while_its_segment_is_cleaned_does_not_cost_the_last_one_that_is_free() {
+    let hook = Arc::default();
+    let mut at = place(Box::new(HookedWrite(Memory::new(1, Faults::NONE).medium(), Arc::clone(&hook))), config(64));
+    (0..70 * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    while at.reclaim().unwrap() > 0 {}
+    assert_eq!(at.backing.health(), Health::Full);
+    // Of the first two segments, in which these are, little is wanted any more.
+    let out: Vec<u64> = (0..70 * FULL).filter(|index| at.is_out(*index)).collect();
+    for segment in out.chunks(FULL as usize).take(2) {
+        let (pool, kept) = (at.pool.clone(), segment[0]);
+        segment[3..].iter().for_each(|index| assert!(at.pool.discard(PageIndex(*index))));
+        *hook.lock().unwrap() =
+            Some(Box::new(move || assert!(pool.move_slot(PageIndex(kept), PageIndex(5000 + kept)).unwrap())));
+        assert!(at.reclaim().unwrap() > 0, "{:?}", at.backing.stats());
+        assert!(hook.lock().unwrap().is_none() && at.fetch(5000 + kept).unwrap() == noise(kept, 1));
+    }
+    assert_eq!(at.backing.stats().live_bytes, at.pool.stats().bd_bytes);
+}
