@@ -16,7 +16,7 @@ use crate::distance;
 use crate::fork;
 use crate::lock::{self, Guard};
 use crate::memory::{PAGE, boxed_zeroed};
-use crate::pager::{Channel, Pager, State, Way, clock_ns};
+use crate::pager::{Channel, NOTHING, Pager, State, Way, clock_ns};
 use crate::remap::Early;
 use crate::shared::Trouble;
 use crate::small::SmallQueue;
@@ -714,8 +714,8 @@ impl Handler {
     }
 
     /// Like [`Handler::attempt`], but nothing changes that a copy of the process will need: pages are copied in, and stay
-    /// stored as well. A stored copy of a page that is present is harmless: it is read only if the page goes missing, and
-    /// whatever makes it go missing drops or replaces the copy.
+    /// stored as well, with a note that they are here: their stored copies are old from now on. Such a copy is read only if the page goes
+    /// missing, and whatever makes it go missing drops or replaces it.
     fn attempt_frozen(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64) -> Answer {
         let source = state.fork_log.source(page);
         let stored = source.filter(|&source| state.table.get(source).phase() == Phase::Stored);
@@ -732,8 +732,14 @@ impl Handler {
             return Answer::Done;
         }
         let from = if filled { self.pages.as_ptr() } else { self.zeroes.as_ptr() };
+        // A copy that is made between the two has to look by itself.
+        pager.frozen_bring.store(page, Release);
         // SAFETY: both buffers are ours and present.
         let (_, error) = unsafe { channel.uffd.copy(page as usize * PAGE, from.cast(), PAGE) };
+        if let (None | Some(Errno::EEXIST), Some(stored)) = (error, stored) {
+            state.table.note_here(stored);
+        }
+        pager.frozen_bring.store(NOTHING, Release);
         match error {
             None => state.grown_pages += 1,
             Some(Errno::EAGAIN) => return Answer::Again,

@@ -20,7 +20,7 @@
 use crate::events::EventLog;
 use crate::lock::{self, Guard, Mutex};
 use crate::memory::PAGE;
-use crate::pager::{Channel, Pager, State, Way};
+use crate::pager::{Channel, NOTHING, Pager, State, Way};
 use crate::shared::Trouble;
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
@@ -28,7 +28,7 @@ use crate::uffd::{Message, Uffd};
 use crate::{compress, cpus, events, process, relay, restore, sys};
 use compcache_store::{Page, PageIndex, Worker};
 use core::ops::Range;
-use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 
 const WAITING: u32 = 0;
 const RECOVERED: u32 = 1;
@@ -44,6 +44,8 @@ pub struct ForkTurn {
     is_for_copy: AtomicBool,
     stage: AtomicU32,
     recovered: AtomicU32,
+    /// In the child: where the stack of its only thread is, which waits until it has its memory.
+    stack: AtomicUsize,
 }
 
 // What a fork asks of the evictor, and what the evictor answers.
@@ -77,7 +79,16 @@ impl ForkTurn {
             is_for_copy: AtomicBool::new(false),
             stage: AtomicU32::new(IDLE),
             recovered: AtomicU32::new(WAITING),
+            stack: AtomicUsize::new(0),
         }
+    }
+
+    /// Whether a page of the child's has come to be there by what its only thread has called since the copy: what was stored of it
+    /// lay below the stack's pointer, and is nobody's.
+    pub(crate) fn is_stack_in_use(&self, address: usize) -> bool {
+        const DEEP_BYTES: usize = 256 << 10;
+        let here = self.stack.load(Acquire);
+        (here.saturating_sub(DEEP_BYTES)..here + PAGE).contains(&address) && sys::is_present(address)
     }
 
     /// Whether the calling thread's [`prepare`] has done something.
@@ -444,16 +455,27 @@ unsafe fn begin_again(pager: &'static Pager) {
                 Message::Fault { .. } | Message::Fork { .. } => {}
             }
         }
+        let coming = pager.frozen_bring.load(Acquire);
+        if coming != NOTHING && sys::is_present(coming as usize * PAGE) {
+            state.table.note_here(coming);
+        }
         state.generation += 1;
     }
+    pager.frozen_bring.store(NOTHING, Release);
+    let here = 0u8;
+    pager.fork_turn.stack.store(&raw const here as usize, Release);
     if pager.start().is_err() {
         pager.region.note_trouble(Trouble::NoThread, 0);
         if was_armed {
-            evictor.forget_wiped(pager);
-            if let Some(spill) = &pager.spill {
-                spill.adopt();
-            }
-            restore::restore_all(pager, &mut evictor.worker, evictor.registrar.buffer());
+            let bring_back = || {
+                evictor.forget_wiped(pager);
+                if let Some(spill) = &pager.spill {
+                    spill.adopt();
+                }
+                restore::restore_all(pager, &mut evictor.worker, evictor.registrar.buffer());
+            };
+            // SAFETY: the thread that was to have it could not be started, and is not tried again.
+            unsafe { pager.on_evictors_stack(bring_back) };
         }
         return;
     }

@@ -64,6 +64,8 @@ pub const PENDING_EVENTS: usize = 256;
 pub(crate) const FRAMES_BYTES: usize = GROUPS_MAX * GROUP * PAGE;
 /// Staging's range: its frames, the gate, and the bell.
 pub const STAGING_BYTES: usize = FRAMES_BYTES + 2 * PAGE;
+/// No page.
+pub(crate) const NOTHING: u64 = u64::MAX;
 /// How long it is believed that nothing more can go.
 const FLOOR_NS: u64 = 1_000_000_000;
 pub(crate) const STACK_BYTES: usize = 256 << 10;
@@ -254,6 +256,8 @@ pub struct Pager {
     pub(crate) frozen: AtomicBool,
     /// The page last read from the pool while frozen.
     pub(crate) frozen_read: AtomicU64,
+    /// The page that is brought at this moment while frozen, or [`NOTHING`].
+    pub(crate) frozen_bring: AtomicU64,
     /// The processor the handler has bound itself to, or [`cpus::NONE`].
     pub(crate) handler_cpu: AtomicU32,
     /// The evictor has nothing to do.
@@ -372,6 +376,7 @@ impl Pager {
             armed: AtomicBool::new(false),
             frozen: AtomicBool::new(false),
             frozen_read: AtomicU64::new(0),
+            frozen_bring: AtomicU64::new(NOTHING),
             handler_cpu: AtomicU32::new(cpus::NONE),
             evictor_sleeps: AtomicBool::new(false),
             settle: AtomicU32::new(cpus::SETTLED),
@@ -485,6 +490,15 @@ impl Pager {
         self.evictor_sleeps.store(false, Release);
         self.slot.store(0, Release);
         self.start()
+    }
+
+    /// In a copy of the process that gets no evictor: does an evictor's work on that one's stack, for the program's may be small.
+    ///
+    /// # Safety
+    /// No thread uses that stack, nor comes to.
+    pub(crate) unsafe fn on_evictors_stack(&self, mut work: impl FnMut()) {
+        // SAFETY: says the caller; the stack is mapped as long as the process lives.
+        unsafe { sys::call_on_stack(self.stacks[0].add(STACK_BYTES), &mut work) };
     }
 
     /// Starts the handler, from the evictor, whose descriptors it shares.

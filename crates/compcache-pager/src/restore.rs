@@ -18,7 +18,7 @@ use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::{Mode, OFlags};
 use rustix::mm::MprotectFlags;
 
-/// Writes every stored page back to its place. Nothing is registered, and the program's only thread waits in fork.
+/// Writes every stored page back to its place, unless it is there, and the newer. Nothing is registered, and the program's only thread waits in fork.
 pub fn restore_all(pager: &Pager, worker: &mut Worker, buffer: &mut MapsBuffer) {
     let flags = OFlags::WRONLY | OFlags::CLOEXEC;
     let memory = rustix::fs::open(c"/proc/thread-self/mem", flags, Mode::empty()).ok();
@@ -28,12 +28,13 @@ pub fn restore_all(pager: &Pager, worker: &mut Worker, buffer: &mut MapsBuffer) 
     let mut contents: Page = [0; PAGE];
     let mut state = pager.state.lock();
     events::for_each_known(&mut state, ALL_PAGES, |state, page, word| {
-        if word.phase() == Phase::Stored {
+        if word.phase() == Phase::Stored && !word.is_here() {
             if !read_stored(pager, worker, page, &mut contents) {
                 process::die(pager, Trouble::LostPage);
             }
             let address = page as usize * PAGE;
-            let written = sys::write_own_memory(address, &contents)
+            let written = pager.fork_turn.is_stack_in_use(address)
+                || sys::write_own_memory(address, &contents)
                 || memory
                     .as_ref()
                     .is_some_and(|memory| rustix::io::pwrite(memory, &contents, address as u64) == Ok(PAGE))

@@ -123,6 +123,14 @@ pub fn is_mapped(address: usize) -> bool {
     asked != Err(Errno::ENOMEM)
 }
 
+/// Whether there is a page at an address of private memory, also where /proc is not. No where the system has swapped it out.
+pub fn is_present(address: usize) -> bool {
+    let mut resident = 0u8;
+    // SAFETY: the kernel writes one byte for one page.
+    let asked = unsafe { call(SYS_MINCORE, [address, crate::memory::PAGE, &raw mut resident as usize, 0]) };
+    asked.is_ok() && resident & 1 == 1
+}
+
 /// process_vm_readv or process_vm_writev with one vector on each side.
 ///
 /// # Safety
@@ -386,6 +394,24 @@ pub unsafe fn start_thread(
     // SAFETY: `clone_thread` follows the kernel's clone convention; the caller answers for stack, tls and entry.
     let result = unsafe { clone_thread(flags, stack_top as usize & !15, tls as usize, entry, argument) };
     if result < 0 { Err(Errno(-result as i32)) } else { Ok(result as u32) }
+}
+
+/// Runs `work` on another stack, and returns on this one.
+///
+/// # Safety
+/// `stack_top` is the end of a writable stack, deep enough, used by nobody else meanwhile. `work` must not panic.
+pub unsafe fn call_on_stack(stack_top: *mut u8, mut work: &mut dyn FnMut()) {
+    extern "C" fn enter(work: *mut c_void) {
+        // SAFETY: what is passed below, alive until this returns.
+        unsafe { (*work.cast::<&mut dyn FnMut()>())() }
+    }
+    // SAFETY: says the caller.
+    unsafe { switch_stack(stack_top as usize & !15, enter, (&raw mut work).cast()) };
+}
+
+#[unsafe(naked)]
+unsafe extern "C" fn switch_stack(stack_top: usize, entry: extern "C" fn(*mut c_void), argument: *mut c_void) {
+    naked_asm!("push rbp", "mov rbp, rsp", "mov rsp, rdi", "mov rdi, rdx", "call rsi", "mov rsp, rbp", "pop rbp", "ret",)
 }
 
 /// clone(2): returns the new thread's id, or the negative error number; the new thread goes to `entry(argument)`.

@@ -18,7 +18,10 @@
 //! A page that came back from the pool lately has its *copy* there still: if it leaves unchanged, nothing is compressed
 //! ([`crate::copies`]).
 //!
-//! Word: bits 0-2 phase, 3-4 heat, 5 copy, 8-31 payload (staging frame, or the eviction clock).
+//! A page that was brought while the process was about to be copied is still `Stored`, for nothing may be changed then; a bit says
+//! that it is here, and the newer.
+//!
+//! Word: bits 0-2 phase, 3-4 heat, 5 copy, 6 here, 8-31 payload (staging frame, or the eviction clock).
 //!
 //! The tree has three levels of 512 under a root of 512 (48-bit addresses); nodes come from one mapped range and are
 //! never given back: 2 KiB for each 2 MiB of addresses that were ever evicted from, 0.1 %.
@@ -42,6 +45,7 @@ pub enum Phase {
 pub const HEAT_MAX: u32 = 3;
 
 const COPY: u32 = 1 << 5;
+const HERE: u32 = 1 << 6;
 
 /// One page's word, decoded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -94,6 +98,11 @@ impl Word {
 
     pub fn with_copy(self, copy: bool) -> Word {
         Word(self.0 & !COPY | if copy { COPY } else { 0 })
+    }
+
+    /// Whether what is stored of the page is old: it was brought, and its word left as it was ([`PageTable::note_here`]).
+    pub fn is_here(self) -> bool {
+        self.phase() == Phase::Stored && self.0 & HERE != 0
     }
 
     pub fn with_payload(self, payload: u32) -> Word {
@@ -237,6 +246,16 @@ impl PageTable {
         debug_assert!(kept, "a page with a word has a leaf");
     }
 
+    /// A stored page was brought while the process is about to be copied: by one store, so that a copy has the word before it or after.
+    pub fn note_here(&mut self, page: u64) {
+        let word = self.get(page);
+        if word.phase() == Phase::Stored
+            && let Some(leaf) = self.leaf(page)
+        {
+            self.node_mut(leaf)[page as usize % FANOUT] = word.0 | HERE;
+        }
+    }
+
     /// Pages will leave at this time of the eviction clock.
     pub fn pass_to(&mut self, tick: u32) {
         self.out.pass_to(tick);
@@ -278,6 +297,20 @@ mod tests {
         assert!(!word.has_copy() && word.with_copy(true).has_copy() && word.with_copy(true).with_copy(false) == word);
         let word = word.with_copy(true).with_phase(Phase::Resident).with_heat(2);
         assert_eq!((word.phase(), word.heat(), word.payload(), word.is_in_pool()), (Phase::Resident, 2, 7, true));
+    }
+
+    #[test]
+    fn that_a_stored_page_is_here_is_known_until_its_word_changes() {
+        let mut table = PageTable::new(1 << 14).unwrap();
+        let stored = Word::new(Phase::Stored).with_payload(7);
+        table.note_here(5);
+        assert_eq!(table.get(5), Word::UNKNOWN);
+        assert!(table.set(5, stored) && !table.get(5).is_here());
+        table.note_here(5);
+        assert!(table.get(5).is_here() && table.get(5).payload() == 7);
+        table.update(5, Word::new(Phase::Staged).with_payload(1));
+        table.update(5, stored);
+        assert!(!table.get(5).is_here());
     }
 
     #[test]

@@ -161,6 +161,8 @@ traps! {
 
     threads_go_on_after_their_process_changed_its_user: "changes_user" ["threads"];
     a_process_that_changed_its_user_can_fork: "changes_user" ["forks"];
+    a_process_that_changed_its_user_can_fork_twice: "changes_user" ["again"];
+    a_process_that_may_make_no_thread_can_fork_on_a_cold_stack: "changes_user" ["last"];
 
     exit_passes_its_status: "ends" ["exit"];
     exit_without_handlers_passes_its_status: "ends" ["_exit"];

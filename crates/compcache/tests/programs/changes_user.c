@@ -5,9 +5,12 @@
  *   threads  the process goes on, verifying and changing, with all its threads
  *   forks    it then forks: the child has no more right than its parent; cold memory that must not be written, or not be
  *            touched, or is not the child's, is as it was
+ *   again    twice, and writes between to what the first fork has brought back
+ *   last     under a limit that lets it make one process and no thread, from a thread whose stack is cold but for its end
  */
 #include "trap.h"
 #include <grp.h>
+#include <sys/resource.h>
 
 enum { THREADS = 3 };
 static atomic_bool stop;
@@ -65,9 +68,87 @@ static void parts_check(bool in_child)
 	close(ends[1]);
 }
 
+/* Memory in the page of a stream, which every fork looks at. */
+static volatile char *beside_stream(uintptr_t *page)
+{
+	/* Not among what libc uses itself. */
+	for (size_t i = 0; i < 1000; i++) MUST(malloc(64));
+	for (;;) {
+		FILE *stream = fopen("/dev/null", "r");
+		char *beside = malloc(64);
+		MUST(stream && beside);
+		*page = ((uintptr_t)stream + 0x68) / PAGE * PAGE;
+		if ((uintptr_t)beside / PAGE * PAGE == *page) return beside;
+	}
+}
+
+static void fork_again(void)
+{
+	uintptr_t page;
+	volatile char *beside = beside_stream(&page);
+	for (char round = 1; round < 5; round++) {
+		*beside = 0;
+		push_out((void *)page, 1);
+		pid_t child = fork();
+		if (child == 0) _exit(0);
+		must_succeed(child);
+		*beside = round;
+		child = fork();
+		if (child == 0) {
+			if (*beside != round) die("WRONG BYTES: %d, not %d", *beside, round);
+			_exit(0);
+		}
+		must_succeed(child);
+	}
+}
+
+/* Leaves the stack behind as one whose frames have been deep. */
+static __attribute__((noinline)) void fill_stack(void)
+{
+	volatile char deep[256 << 10];
+	for (size_t i = 0; i < sizeof(deep); i++) deep[i] = (char)mix(i);
+}
+
+static int wake_up[2];
+static _Atomic uintptr_t stack_page;
+
+static void *fork_last(void *argument)
+{
+	const struct area *area = argument;
+	char byte;
+	fill_stack();
+	atomic_store(&stack_page, (uintptr_t)__builtin_frame_address(0) / PAGE * PAGE);
+	MUST(read(wake_up[0], &byte, 1) == 1);
+	pid_t child;
+	/* Threads that were joined may count a moment longer. */
+	while ((child = fork()) < 0 && errno == EAGAIN) sleep_ms(5);
+	if (child == 0) {
+		area_check(area, 4);
+		_exit(0);
+	}
+	must_succeed(child);
+	return NULL;
+}
+
+static void fork_on_cold_stack(struct area *area)
+{
+	pthread_t forking;
+	MUST(pipe(wake_up) == 0);
+	MUST(pthread_create(&forking, NULL, fork_last, area) == 0);
+	while (!atomic_load(&stack_page)) sched_yield();
+	sleep_ms(20);
+	push_out((void *)(atomic_load(&stack_page) - 16 * PAGE), 16);
+	/* The main thread, the one that forks, and one more. */
+	struct rlimit three = {3, 3};
+	MUST(setrlimit(RLIMIT_NPROC, &three) == 0);
+	MUST(write(wake_up[1], "", 1) == 1);
+	MUST(pthread_join(forking, NULL) == 0);
+}
+
 int main(int argc, char **argv)
 {
-	if (!mode_is(argc, argv, "threads") && !mode_is(argc, argv, "forks")) die("threads | forks");
+	bool is_known = argc > 1 && strstr("threads forks again last", argv[1]);
+	if (!is_known) die("threads | forks | again | last");
 	if (geteuid() != 0) lacks("root");
 	setenv("TRAP_KEEP_PAGEMAP", "1", 1);
 	struct area area = area_new(working_set() / 2, 28, 1);
@@ -78,8 +159,10 @@ int main(int argc, char **argv)
 	gid_t group = 65534;
 	MUST(setgroups(1, &group) == 0);
 	MUST(setresgid(65534, 65534, 65534) == 0);
-	MUST(setresuid(65534, 65534, 65534) == 0);
-	MUST(geteuid() == 65534 && setuid(0) != 0);
+	/* Nobody else's, so that its processes can be counted. */
+	uid_t user = mode_is(argc, argv, "last") ? 400000000 + (uid_t)getpid() : 65534;
+	MUST(setresuid(user, user, user) == 0);
+	MUST(geteuid() == user && setuid(0) != 0);
 	for (uint64_t round = 1; round < 4; round++) {
 		area_check(&area, round);
 		area_fill(&area, round + 1);
@@ -108,6 +191,8 @@ int main(int argc, char **argv)
 	}
 	atomic_store(&stop, true);
 	for (size_t i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
+	if (mode_is(argc, argv, "again")) fork_again();
+	if (mode_is(argc, argv, "last")) fork_on_cold_stack(&area);
 	area_check(&area, 4);
 	return passed();
 }
