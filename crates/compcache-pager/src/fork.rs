@@ -358,7 +358,9 @@ fn unstage(pager: &Pager, channel: &Channel, state: &mut State, page: u64, word:
         match error {
             None => state.grown_pages += (copied / PAGE) as u64,
             Some(Errno::EAGAIN) => return false,
-            // Its range is being taken away at this moment: nobody can ask for it.
+            // Perhaps it is being moved, and that is still to be told.
+            Some(Errno::ENOENT) if !channel.is_quiet() => return false,
+            // Its range was taken away: nobody can ask for it.
             Some(Errno::ENOENT | Errno::ESRCH) => {}
             Some(_) => process::die(pager, Trouble::Bug),
         }

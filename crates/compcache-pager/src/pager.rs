@@ -210,7 +210,12 @@ impl Channel {
 
     fn refusal_of(&self, address: usize) -> Option<Errno> {
         // SAFETY: nothing is copied: the source is a page of the pager's own that nobody may read.
-        unsafe { self.uffd.copy(address, self.unreadable as *const u8, PAGE) }.1
+        let ask = || unsafe { self.uffd.copy(address, self.unreadable as *const u8, PAGE) }.1;
+        // Perhaps it is being moved, and that is still to be told.
+        match ask() {
+            Some(Errno::ENOENT) => ask(),
+            refusal => refusal,
+        }
     }
 
     /// [`Uffd::move_pages`] to addresses where nothing is, on either descriptor, with the count put right.

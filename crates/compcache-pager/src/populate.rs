@@ -161,10 +161,15 @@ fn bring(
                 Phase::Stored => read_stored(pager, worker, page, contents).then_some(contents.as_ptr()),
                 Phase::Resident | Phase::Dropped => return,
             };
-            let errno = match source {
+            let lay = || match source {
                 // SAFETY: both kinds of source are memory of ours, and present.
                 Some(source) => unsafe { copy.uffd.copy(place, source, PAGE) }.1,
                 None => copy.uffd.poison(place, PAGE).err(),
+            };
+            // Perhaps it is being moved, and that is still to be told.
+            let errno = match lay() {
+                Some(Errno::ENOENT) => lay(),
+                errno => errno,
             };
             match copy.after(errno) {
                 Brought::Done => return,

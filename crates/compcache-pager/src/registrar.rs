@@ -342,6 +342,63 @@ mod tests {
     }
 
     #[test]
+    fn memory_that_moves_is_registered_where_it_was_until_the_move_is_told() {
+        use crate::memory::{self, PAGE};
+        use crate::uffd::{Message, Uffd, decode};
+        use core::sync::atomic::{AtomicBool, Ordering::*};
+        use linux_raw_sys::general::uffd_msg;
+        use rustix::mm::{MremapFlags, mremap_fixed};
+        const BYTES: usize = 1000 * PAGE;
+        if !requires(&[Feature::Userfaultfd]) {
+            return;
+        }
+        let (uffd, _) = Uffd::open(true).unwrap();
+        let unreadable = memory::reserve(PAGE).unwrap() as usize;
+        let channel = Channel { pagemap: -1, uffd, way: crate::pager::Way::Remap, gate: 0, unreadable };
+        let (mut here, there) = (memory::map(BYTES).unwrap() as usize, memory::map(BYTES).unwrap() as usize);
+        // So that it takes a while to move.
+        // SAFETY: mapped just now.
+        (0..BYTES).step_by(PAGE).for_each(|at| unsafe { ((here + at) as *mut u8).write_volatile(1) });
+        uffd.register(here, BYTES).unwrap();
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let (mut from, mut to) = (here, there);
+            let is_over = &is_over;
+            let bind_to = |processor| {
+                let mut set = rustix::thread::CpuSet::new();
+                set.set(processor);
+                let _ = rustix::thread::sched_setaffinity(None, &set);
+            };
+            bind_to(0);
+            let mover = scope.spawn(move || {
+                bind_to(1);
+                while !is_over.load(Acquire) {
+                    let (old, new) = (from as *mut _, to as *mut _);
+                    // SAFETY: both are mapped above, and nobody else's.
+                    unsafe { mremap_fixed(old, BYTES, BYTES, MremapFlags::MAYMOVE, new) }.unwrap();
+                    (from, to) = (to, from);
+                }
+            });
+            let (mut moves, mut too_early) = (0, 0);
+            while !mover.is_finished() {
+                // SAFETY: a message is plain data, and zeroes are one.
+                let mut message: [uffd_msg; 1] = unsafe { core::mem::zeroed() };
+                // As long as nothing more is read.
+                let said = (0..100).find_map(|_| Some(channel.registration(here)).filter(|&said| said != Some(true)));
+                too_early += usize::from(said == Some(Some(false)));
+                if uffd.read(&mut message) == 1
+                    && let Some(Message::Remap { to, .. }) = decode(&message[0])
+                {
+                    (here, moves) = (to, moves + 1);
+                }
+                is_over.store(moves >= 2000, Release);
+            }
+            assert_eq!(too_early, 0, "of {moves} moves");
+        });
+        uffd.close();
+    }
+
+    #[test]
     fn where_the_kernel_cannot_be_asked_a_range_is_registered_as_it_was_found() {
         let mut parts = Vec::new();
         for_each_whole(20..60, |_| None, |part, now| parts.push((part, now)));

@@ -103,7 +103,9 @@ fn bring_one(
         match unsafe { channel.uffd.copy(address, contents.as_ptr(), PAGE) }.1 {
             None | Some(Errno::EEXIST) => {}
             Some(Errno::EAGAIN) => return Brought::Again,
-            // Its range is being taken away at this moment: nobody can ask for it.
+            // Perhaps it is being moved, and that is still to be told.
+            Some(Errno::ENOENT) if !channel.is_quiet() => return Brought::Again,
+            // Its range was taken away: nobody can ask for it.
             Some(Errno::ENOENT | Errno::ESRCH) => {}
             Some(_) => crate::process::die(pager, Trouble::NoMemory),
         }

@@ -2,6 +2,10 @@
 //!
 //! Addresses and lengths are bytes and page-aligned. Every call returns the kernel's word: what EAGAIN, EEXIST, EBUSY
 //! and ENOENT mean in each place is decided by the caller.
+//!
+//! ENOENT can be too early a word. A copy that begins while memory is being moved (mremap) passes the kernel's first look at whether the map is
+//! changing, waits for the map, and then finds nothing where the memory was (Linux 6.9 and later). Who asks once more is told to wait
+//! (EAGAIN), until the move has been told.
 
 use crate::sys::{self, Errno};
 use linux_raw_sys::general as uapi;
