@@ -634,6 +634,10 @@ impl Pager {
     /// The kernel clears a word there when the thread ends, and does not wait for a pager when it does. And in the child
     /// of a fork libc goes through the blocks of all threads before anybody answers faults.
     pub fn add_control_block(&self, address: usize) {
+        // Where it was to be written there is something else by now.
+        if address < 2 * PAGE {
+            return;
+        }
         for known in self.threads.iter() {
             match known.compare_exchange(0, address, AcqRel, Acquire) {
                 Ok(_) => return self.touch_control_block(address),

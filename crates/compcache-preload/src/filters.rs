@@ -6,6 +6,7 @@
 
 use crate::libc;
 use compcache_pager::filter::{INSTRUCTIONS_MAX, Instruction, lets_pager_go_on};
+use compcache_pager::memory;
 use compcache_pager::pager::Pager;
 use compcache_pager::{read_own_memory, retire};
 use core::ffi::{c_int, c_ulong};
@@ -27,8 +28,7 @@ pub fn before_seccomp(pager: &Pager, arguments: &[usize; 6]) {
     }
 }
 
-/// Before a filter is set. Its program is read onto the stack: not in the frame of whoever calls.
-#[inline(never)]
+/// Before a filter is set. Its program is read into memory of its own: the caller's stack may be small.
 fn before_filter(pager: &Pager, program: usize, is_for_all: bool) {
     // As the kernel's sock_fprog: how many instructions, and where. What cannot be read the kernel refuses.
     let mut words = [[0; 8]; 2];
@@ -36,15 +36,29 @@ fn before_filter(pager: &Pager, program: usize, is_for_all: bool) {
         return;
     }
     let (count, at) = (u16::from_ne_bytes([words[0][0], words[0][1]]).into(), usize::from_ne_bytes(words[1]));
-    let mut instructions: [Instruction; INSTRUCTIONS_MAX] = [[0; 8]; INSTRUCTIONS_MAX];
-    let Some(read) = instructions.get_mut(..count).filter(|read| !read.is_empty()) else { return };
-    if !read_own_memory(at, read.as_flattened_mut()) || lets_pager_go_on(read) {
+    if !(1..=INSTRUCTIONS_MAX).contains(&count) {
+        return;
+    }
+    let lets_go_on = with_room(count, |read| !read_own_memory(at, read.as_flattened_mut()) || lets_pager_go_on(read));
+    // Without memory for a look nothing is known of it.
+    if lets_go_on == Some(true) {
         return;
     }
     match is_for_all {
         true => retire::retire(pager),
         false => pager.note_filter(),
     }
+}
+
+/// Runs `work` with room for so many instructions; `None` when there is no memory.
+fn with_room<T>(count: usize, work: impl FnOnce(&mut [Instruction]) -> T) -> Option<T> {
+    let bytes = count * size_of::<Instruction>();
+    let start = memory::map(bytes).ok()?;
+    // SAFETY: mapped just now, and so large; zeroes are instructions.
+    let result = work(unsafe { core::slice::from_raw_parts_mut(start.cast(), count) });
+    // SAFETY: mapped above, and nobody's any more.
+    let _ = unsafe { rustix::mm::munmap(start.cast(), bytes) };
+    Some(result)
 }
 
 /// `prctl`, with a look at filters. Its last four arguments may not be there; then nothing reads them.

@@ -177,10 +177,10 @@ pub unsafe extern "C" fn pthread_create(
     };
     // SAFETY: the caller's own call, passed on.
     let result = unsafe { real(thread, attributes, start, argument) };
-    if result == 0 && !thread.is_null() {
-        // In glibc a thread's handle is the address of its control block.
-        // SAFETY: on success libc has written the handle.
-        pager.add_control_block(unsafe { *thread.cast::<usize>() });
+    // In glibc a thread's handle is the address of its control block. By the kernel: the new thread may have unmapped where it was written to.
+    let mut handle = [0; size_of::<usize>()];
+    if result == 0 && read_own_memory(thread as usize, &mut handle) {
+        pager.add_control_block(usize::from_ne_bytes(handle));
     }
     result
 }

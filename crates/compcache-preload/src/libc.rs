@@ -1,5 +1,6 @@
 //! What is used of the program's libc, and what is known of it.
 
+use compcache_pager::read_own_memory;
 use core::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
 use core::ptr::{null_mut, read_volatile};
 use core::sync::atomic::{AtomicPtr, Ordering::*};
@@ -24,7 +25,7 @@ unsafe extern "C" {
     /// Whether mutexes made with these attributes are robust: `PTHREAD_MUTEX_ROBUST` in `robust`.
     fn pthread_mutexattr_getrobust(attributes: *const c_void, robust: *mut c_int) -> c_int;
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
-    static _IO_list_all: *const Stream;
+    static _IO_list_all: *const c_void;
 }
 
 /// As libc's sys/uio.h.
@@ -50,23 +51,9 @@ pub const MUTEX_BYTES: usize = 40;
 
 const RTLD_NEXT: *mut c_void = -1isize as *mut c_void;
 
-/// A `FILE` of glibc's, as far as its place in the list of all: the same since 1997.
-#[repr(C)]
-struct Stream {
-    flags: c_int,
-    pointers: [*const u8; 11],
-    markers: *const c_void,
-    chain: *const Stream,
-    descriptor: c_int,
-    flags2: c_int,
-    old_offset: i64,
-    column: u16,
-    vtable_offset: i8,
-    short_buffer: i8,
-    lock: *const u64,
-}
-
-const _: () = assert!(core::mem::offset_of!(Stream, chain) == 0x68 && core::mem::offset_of!(Stream, lock) == 0x88);
+/// Where in a `FILE` of glibc's its place in the list of all is, and behind it where its lock is: the same since 1997.
+const LINKS_START: usize = 0x68;
+const LINKS_BYTES: usize = 0x88 + size_of::<usize>() - LINKS_START;
 
 /// Asks libc to call these around every fork.
 pub fn register_fork_handlers(prepare: Handler, parent: Handler, child: Handler) {
@@ -214,21 +201,20 @@ pub fn symbol(name: &CStr) -> *mut c_void {
 }
 
 /// Touches every open stream and its lock: in the child of a fork libc resets them before it calls handlers.
+///
+/// libc's list, which fork has not locked yet: another thread may close a stream at this very moment, and what it was in may hold anything by
+/// then. So every word is read by the kernel, which says when an address is none. The length is bounded in case the chain is seen torn.
 pub fn touch_streams() {
-    // SAFETY: libc's list, which fork has not locked yet: a stream closed at this very moment by another thread would be
-    // read after it is freed, which reads stale bytes at worst: heap memory stays mapped under a reader. The length is
-    // bounded in case the chain is seen torn.
-    unsafe {
-        let mut stream = read_volatile(&raw const _IO_list_all);
-        for _ in 0..65_536 {
-            if stream.is_null() {
-                break;
-            }
-            let lock = read_volatile(&raw const (*stream).lock);
-            if !lock.is_null() {
-                read_volatile(lock);
-            }
-            stream = read_volatile(&raw const (*stream).chain);
+    const STREAMS_MAX: usize = 65_536;
+    // SAFETY: a word of libc's own; what it says is not relied on.
+    let mut stream = unsafe { read_volatile(&raw const _IO_list_all) } as usize;
+    for _ in 0..STREAMS_MAX {
+        let mut links = [[0; size_of::<usize>()]; LINKS_BYTES / size_of::<usize>()];
+        if stream == 0 || !read_own_memory(stream.wrapping_add(LINKS_START), links.as_flattened_mut()) {
+            break;
         }
+        let links = links.map(usize::from_ne_bytes);
+        read_own_memory(links[links.len() - 1], &mut [0]);
+        stream = links[0];
     }
 }

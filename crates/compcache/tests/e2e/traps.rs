@@ -78,6 +78,7 @@ traps! {
     threads_that_come_and_go_are_joined: "thread_churn" ["churn"];
     threads_whose_stacks_are_cold_are_joined: "thread_churn" ["cold"];
     threads_on_stacks_of_the_programs_own_are_joined: "thread_churn" ["own_stacks"];
+    a_thread_may_unmap_where_its_handle_was_written_to: "thread_churn" ["handles"];
     detached_threads_leave_nothing_behind: "thread_churn" ["detached"];
 
     both_sides_of_a_fork_go_on: "forks" ["both_sides"];
@@ -88,6 +89,7 @@ traps! {
     a_child_outlives_a_parent_that_was_killed: "forks" ["outlives"];
     a_fork_with_threads_made_behind_our_back_has_right_memory: "forks" ["hidden"];
     a_fork_with_threads_that_have_many_keys_has_right_memory: "forks" ["keys"];
+    a_fork_while_a_stream_is_closed_goes_on: "forks" ["streams"];
     a_fork_with_much_thread_local_memory_has_right_memory: "forks" ["thread_local"];
 
     vfork_and_exec_read_their_arguments_from_cold_memory: "spawns" ["vfork"];
@@ -195,6 +197,7 @@ traps! {
     a_limit_on_locked_memory_does_not_stop_the_pager: "limits" ["memlock"];
     a_limit_on_processes_does_not_stop_the_pager: "limits" ["processes"];
     a_system_call_filter_on_a_thread_does_not_stop_the_pager: "limits" ["seccomp"];
+    a_system_call_filter_is_set_on_a_small_stack: "limits" ["small_stacks"];
     a_system_call_filter_on_all_threads_does_not_stop_the_pager: "limits" ["tsync"];
     a_system_call_filter_that_forbids_paging_leaves_memory_right: "limits" ["tsync_forbids"];
     strict_seccomp_does_not_stop_the_pager: "limits" ["strict"];

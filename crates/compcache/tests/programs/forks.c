@@ -9,6 +9,7 @@
  *   outlives     the parent dies at once; the child goes on and reports to the grandparent
  *   hidden       threads that sleep, made by libc's own pthread_create, past whoever took its name (jemalloc does so)
  *   keys         threads that sleep and have so many keys that libc keeps their values in the heap
+ *   streams      while the list of open streams is what another thread has just made of it: leads nowhere
  *   thread_local  from a thread whose errno lies far from its control block, and is cold
  */
 #include "trap.h"
@@ -306,6 +307,33 @@ static void thread_local(void)
 	area_check(&area, 1);
 }
 
+/* As a stream that was closed, and its memory used for something else, while somebody goes through the list. */
+static FILE closed = {._lock = (void *)16, ._chain = (FILE *)32};
+static FILE *behind;
+
+static void tear_streams(void)
+{
+	behind = stderr->_chain;
+	stderr->_chain = &closed;
+}
+
+static void mend_streams(void) { stderr->_chain = behind; }
+
+static void streams(struct area *area)
+{
+	MUST(pthread_atfork(tear_streams, mend_streams, mend_streams) == 0);
+	for (int round = 0; round < 4; round++) {
+		area_push_out(area);
+		pid_t child = fork();
+		if (child == 0) {
+			area_check(area, 1);
+			_exit(0);
+		}
+		must_succeed(child);
+		area_check(area, 1);
+	}
+}
+
 int main(int argc, char **argv)
 {
 	size_t bytes = mode_is(argc, argv, "nested") || mode_is(argc, argv, "many") ? working_set() / 4 : working_set() / 2;
@@ -320,7 +348,8 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "outlives")) outlives(&area);
 	else if (mode_is(argc, argv, "hidden")) sleepers(&area, hidden_create(), sleep_only);
 	else if (mode_is(argc, argv, "thread_local")) thread_local();
+	else if (mode_is(argc, argv, "streams")) streams(&area);
 	else if (mode_is(argc, argv, "keys")) sleepers(&area, pthread_create, sleep_with_keys);
-	else die("both_sides | many | from_thread | nested | exec_loop | outlives | hidden | keys | thread_local");
+	else die("both_sides | many | from_thread | nested | exec_loop | outlives | hidden | keys | streams | thread_local");
 	return passed();
 }

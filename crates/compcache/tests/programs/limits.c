@@ -8,6 +8,7 @@
  *   memlock   RLIMIT_MEMLOCK of zero
  *   processes RLIMIT_NPROC of zero
  *   seccomp   a filter on the calling thread alone, which refuses what a pager needs
+ *   small_stacks  filters that are set by threads with the smallest stacks there are
  *   tsync     a filter on all threads that refuses nothing that matters
  *   tsync_forbids  the same, and it refuses what a pager needs
  *   strict    seccomp's strict mode on one thread: read, write, exit
@@ -65,6 +66,33 @@ static void refuse(const int *calls, size_t count, unsigned flags)
 	struct sock_fprog program = {at, code};
 	MUST(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
 	if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, flags, &program) != 0) lacks("seccomp");
+}
+
+static void *refuse_by_syscall(void *unused)
+{
+	static const int calls[] = {SYS_reboot};
+	refuse(calls, 1, 0);
+	return unused;
+}
+
+static void *refuse_by_prctl(void *unused)
+{
+	struct sock_filter code[] = {BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+	struct sock_fprog program = {1, code};
+	MUST(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+	if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) lacks("seccomp");
+	return unused;
+}
+
+static void small_stacks(void)
+{
+	void *(*const refusing[])(void *) = {refuse_by_syscall, refuse_by_prctl};
+	pthread_attr_t small;
+	MUST(pthread_attr_init(&small) == 0 && pthread_attr_setstacksize(&small, 16 << 10) == 0);
+	for (int i = 0; i < 2; i++) {
+		pthread_t thread;
+		MUST(pthread_create(&thread, &small, refusing[i], NULL) == 0 && pthread_join(thread, NULL) == 0);
+	}
 }
 
 static void *strictly(void *argument)
@@ -162,6 +190,9 @@ int main(int argc, char **argv)
 		area = area_new(working_set() / 2, 34, 1);
 		area_push_out(&area);
 		work();
+	} else if (mode_is(argc, argv, "small_stacks")) {
+		small_stacks();
+		work();
 	} else if (mode_is(argc, argv, "tsync")) {
 		static const int calls[] = {SYS_reboot, SYS_swapon, SYS_mount, SYS_ptrace};
 		refuse(calls, sizeof(calls) / sizeof(calls[0]), SECCOMP_FILTER_FLAG_TSYNC);
@@ -194,7 +225,7 @@ int main(int argc, char **argv)
 		MUST(read(pair[0], &verdict, 1) == 1 && verdict == 'r');
 		work();
 	} else {
-		die("as | data | scattered | files | memlock | processes | seccomp | tsync | tsync_forbids | strict");
+		die("as | data | scattered | files | memlock | processes | seccomp | small_stacks | tsync | tsync_forbids | strict");
 	}
 	return passed();
 }

@@ -7,6 +7,7 @@
  *   churn       threads are created and joined in bursts while another thread makes everything cold
  *   cold        threads sleep until their stacks are as cold as can be, then end
  *   own_stacks  the same on stacks that the program allocated itself, in the middle of its heap
+ *   handles     a thread unmaps what its handle was written to before whoever made it goes on
  *   detached    nobody joins; the stacks are reused by the C library
  */
 #include "trap.h"
@@ -106,6 +107,38 @@ static void detach(void)
 	}
 }
 
+static pthread_t *handle;
+
+static void *unmap_handle(void *unused)
+{
+	MUST(munmap(handle, PAGE) == 0);
+	atomic_fetch_add(&ended, 1);
+	return unused;
+}
+
+static void handles(void)
+{
+	enum { THREADS = 200 };
+	pthread_attr_t at_once;
+	struct sched_param urgent = {.sched_priority = 1};
+	cpu_set_t one;
+	CPU_ZERO(&one);
+	CPU_SET(sched_getcpu(), &one);
+	/* On one processor, which the new thread gets at once. */
+	MUST(sched_setaffinity(0, sizeof(one), &one) == 0 && pthread_attr_init(&at_once) == 0);
+	MUST(pthread_attr_setdetachstate(&at_once, PTHREAD_CREATE_DETACHED) == 0);
+	MUST(pthread_attr_setinheritsched(&at_once, PTHREAD_EXPLICIT_SCHED) == 0);
+	MUST(pthread_attr_setschedpolicy(&at_once, SCHED_FIFO) == 0);
+	MUST(pthread_attr_setschedparam(&at_once, &urgent) == 0);
+	for (int i = 0; i < THREADS; i++) {
+		handle = map_private(PAGE);
+		int error = pthread_create(handle, &at_once, unmap_handle, NULL);
+		if (error == EPERM) lacks("real-time threads");
+		MUST(error == 0);
+		while (atomic_load(&ended) <= i) sleep_ms(1);
+	}
+}
+
 int main(int argc, char **argv)
 {
 	area = area_new(working_set() / 2, 3, 1);
@@ -115,8 +148,9 @@ int main(int argc, char **argv)
 	if (mode_is(argc, argv, "churn")) churn();
 	else if (mode_is(argc, argv, "cold")) park(false);
 	else if (mode_is(argc, argv, "own_stacks")) park(true);
+	else if (mode_is(argc, argv, "handles")) handles();
 	else if (mode_is(argc, argv, "detached")) detach();
-	else die("churn | cold | own_stacks | detached");
+	else die("churn | cold | own_stacks | handles | detached");
 	atomic_store(&stop, true);
 	join_within(walker, 0);
 	area_check(&area, 1);
