@@ -495,6 +495,7 @@ impl Evictor {
             if pager.frozen.load(Acquire) {
                 return Evicted::Enough;
             }
+            pager.take_fresh_blocks(channel, &mut state);
             // Begins when half of the reserve is used, ends when it is whole again.
             let kept = if evicting { state.reserve_pages() } else { state.reserve_pages() / 2 };
             evicting = state.estimate_pages() + kept > state.limit_pages;

@@ -373,7 +373,7 @@ fn may_go_along(pager: &Pager, state: &mut State, address: usize) -> bool {
     !dropped_lately
         && !state.loading.contains(&page)
         && !state.must_stay(address)
-        && !pager.is_control_block(address)
+        && !pager.is_control_block(state, address)
         // What left, and could not be noted, would be lost.
         && state.table.make_leaf(page)
 }

@@ -127,14 +127,14 @@ impl State {
 
     /// Forgets what was to stay of a range that is mapped no more.
     pub(crate) fn let_go(&mut self, range: Range<usize>) {
-        for list in [&mut self.kept, &mut self.guarded, &mut self.locked] {
+        for list in [&mut self.kept, &mut self.guarded, &mut self.locked, &mut self.blocks] {
             list.remove_at_most(range.clone());
         }
     }
 
     /// What was to stay at `from` has moved.
     pub(crate) fn keep_at(&mut self, from: Range<usize>, to: usize) {
-        for list in [&mut self.kept, &mut self.guarded, &mut self.locked] {
+        for list in [&mut self.kept, &mut self.guarded, &mut self.locked, &mut self.blocks] {
             list.move_at_least(from.clone(), to);
         }
     }

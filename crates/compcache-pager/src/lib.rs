@@ -22,6 +22,7 @@
 //! | `share`    | how much of the memory the pool has then                                  |
 //! | `distance` | how far back a page was that comes back                                   |
 //! | `keep`     | pages that may not leave                                                  |
+//! | `blocks`   | nor those of threads' control blocks                                      |
 //! | `streams`  | read-ahead                                                                |
 //! | `table`, `staging`, `regions` | what is known of pages, frames and ranges; no system calls |
 //! | `maps`, `scan`, `process`, `uffd`, `sys`, `memory`, `lock` | the kernel's interfaces, without libc |
@@ -40,6 +41,8 @@ extern crate alloc;
 
 #[allow(unsafe_code, reason = "names the memory the kernel copies from")]
 mod around;
+#[allow(unsafe_code, reason = "makes its buffers")]
+mod blocks;
 mod cold;
 #[allow(unsafe_code, reason = "reads frames of staging")]
 mod compress;

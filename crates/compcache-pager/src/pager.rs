@@ -20,6 +20,7 @@
 //! What is *not* here: policy for several processes (`shared`), what a page's word means (`table`), copies of the
 //! process (`fork`).
 
+use crate::blocks::FreshBlocks;
 use crate::cold::Cold;
 use crate::copies::Copies;
 use crate::cpus;
@@ -56,8 +57,6 @@ pub const REGIONS_MAX: usize = 16384;
 pub const EXCLUDED_MAX: usize = 1024;
 /// Ranges of pages that are left where they are; with more of them, neighbours are joined.
 pub const KEPT_MAX: usize = 4096;
-/// Threads whose control blocks are known.
-pub const THREADS_MAX: usize = 4096;
 /// Events of several threads at one time.
 pub const PENDING_EVENTS: usize = 256;
 /// Staging's frames.
@@ -89,6 +88,8 @@ pub struct State {
     pub(crate) guarded: Ranges<KEPT_MAX>,
     /// Locked memory: [`crate::keep`].
     pub(crate) locked: Ranges<KEPT_MAX>,
+    /// Pages of control blocks: [`crate::blocks`].
+    pub(crate) blocks: Ranges<KEPT_MAX>,
     /// Grows when a range is unmapped or moved: what was learnt of the map before is void.
     pub(crate) generation: u64,
     /// What the process held when last measured, pages, without ours.
@@ -281,8 +282,8 @@ pub struct Pager {
     pub(crate) has_groups: AtomicBool,
     pub(crate) cold_bytes: AtomicU64,
     pub(crate) never: Box<Ranges<EXCLUDED_MAX>>,
-    pub(crate) threads: Box<[AtomicUsize; THREADS_MAX]>,
-    /// More threads were seen than can be told by control blocks.
+    fresh_blocks: FreshBlocks,
+    /// There was more than one thread.
     many_threads: AtomicBool,
     pub(crate) slot: AtomicUsize,
     pub(crate) fork_turn: ForkTurn,
@@ -366,8 +367,8 @@ impl Pager {
         let limits = [&header.ram_limit_bytes, &header.resident_limit_bytes].map(|limit| limit.load(Relaxed));
         let ram_pages = limits[0].max(limits[1]) / PAGE as u64;
         let remaps = header.eviction_way.load(Relaxed) == EvictionWay::Remap as u32;
-        // SAFETY: arrays of numbers and of pairs of numbers are valid when zero.
-        let (never, threads) = unsafe { (boxed_zeroed::<Ranges<EXCLUDED_MAX>>(), boxed_zeroed()) };
+        // SAFETY: an array of pairs of numbers is valid when zero.
+        let never = unsafe { boxed_zeroed::<Ranges<EXCLUDED_MAX>>() };
         let pager = Pager {
             region,
             evictor: Box::into_raw(Evictor::new(worker()?, cold)),
@@ -392,7 +393,7 @@ impl Pager {
             has_groups: AtomicBool::new(false),
             cold_bytes: AtomicU64::new(0),
             never,
-            threads,
+            fresh_blocks: FreshBlocks::new(),
             many_threads: AtomicBool::new(false),
             slot: AtomicUsize::new(0),
             fork_turn: ForkTurn::new(),
@@ -628,22 +629,25 @@ impl Pager {
         Ok(quiet)
     }
 
-    /// Notes the control block of a thread of the program's, by an address in it: the page it lies on, and its
-    /// neighbours, are never evicted.
-    ///
-    /// The kernel clears a word there when the thread ends, and does not wait for a pager when it does. And in the child
-    /// of a fork libc goes through the blocks of all threads before anybody answers faults.
+    /// Notes the control block of a thread that the program has made, by an address in it: the page it lies on, and its
+    /// neighbours, are never evicted ([`crate::blocks`]).
     pub fn add_control_block(&self, address: usize) {
-        // Where it was to be written there is something else by now.
-        if address < 2 * PAGE {
-            return;
+        self.many_threads.store(true, Relaxed);
+        self.note_control_block(address);
+    }
+
+    fn note_control_block(&self, address: usize) {
+        // Where it was to be written there may be something else by now.
+        if address >= 2 * PAGE {
+            self.fresh_blocks.note(address);
+            self.touch_control_block(address);
         }
-        for known in self.threads.iter() {
-            match known.compare_exchange(0, address, AcqRel, Acquire) {
-                Ok(_) => return self.touch_control_block(address),
-                Err(there) if there.abs_diff(address) < PAGE => return,
-                Err(_) => {}
-            }
+    }
+
+    /// What was noted is taken into the list, if nothing that is still to be told can take it from there. The caller holds the lock.
+    pub(crate) fn take_fresh_blocks(&self, channel: &Channel, state: &mut State) {
+        if self.fresh_blocks.are_waiting() && self.is_settled(state) && channel.is_quiet() {
+            self.fresh_blocks.take_into(&mut state.blocks);
         }
     }
 
@@ -669,8 +673,10 @@ impl Pager {
             let ours = self.robust as usize;
             let head =
                 sys::robust_list_of(thread).filter(|head| !(ours..ours + size_of::<RobustList>()).contains(head));
-            if let Some(head) = head {
-                self.add_control_block(head);
+            if let Some(head) = head
+                && self.state.lock().blocks.containing(head).is_none()
+            {
+                self.note_control_block(head);
             }
         });
         // Two of them are the pager's, and more with a spill.
@@ -683,13 +689,12 @@ impl Pager {
 
     /// Whether the program has had more than one thread.
     pub fn has_many_threads(&self) -> bool {
-        self.threads[1].load(Relaxed) != 0 || self.many_threads.load(Relaxed)
+        self.many_threads.load(Relaxed)
     }
 
     /// Whether an address lies near a thread's control block.
-    pub fn is_control_block(&self, address: usize) -> bool {
-        let mut blocks = self.threads.iter().map(|known| known.load(Relaxed)).take_while(|&block| block != 0);
-        blocks.any(|block| (block - 2 * PAGE..block + 2 * PAGE).contains(&address))
+    pub(crate) fn is_control_block(&self, state: &State, address: usize) -> bool {
+        state.blocks.containing(address).is_some() || self.fresh_blocks.are_near(address)
     }
 
     /// Whether every event that has been read is applied.

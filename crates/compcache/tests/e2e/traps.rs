@@ -78,6 +78,7 @@ traps! {
     threads_that_come_and_go_are_joined: "thread_churn" ["churn"];
     threads_whose_stacks_are_cold_are_joined: "thread_churn" ["cold"];
     threads_on_stacks_of_the_programs_own_are_joined: "thread_churn" ["own_stacks"];
+    control_blocks_stay_after_very_many_threads: "thread_churn" ["very_many"];
     a_thread_may_unmap_where_its_handle_was_written_to: "thread_churn" ["handles"];
     detached_threads_leave_nothing_behind: "thread_churn" ["detached"];
 

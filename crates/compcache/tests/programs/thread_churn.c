@@ -6,6 +6,7 @@
  *
  *   churn       threads are created and joined in bursts while another thread makes everything cold
  *   cold        threads sleep until their stacks are as cold as can be, then end
+ *   very_many   others sleep, after more than anybody keeps in mind have ended, and their control blocks must stay
  *   own_stacks  the same on stacks that the program allocated itself, in the middle of its heap
  *   handles     a thread unmaps what its handle was written to before whoever made it goes on
  *   detached    nobody joins; the stacks are reused by the C library
@@ -107,6 +108,47 @@ static void detach(void)
 	}
 }
 
+static void *end_at_once(void *argument) { return argument; }
+
+/* The stacks stay mapped. */
+static void come_and_go(size_t threads)
+{
+	enum { STACK = 32 << 10 };
+	char *stacks = map_private(threads * STACK);
+	for (size_t i = 0; i < threads; i++) {
+		pthread_attr_t attributes;
+		pthread_t thread;
+		MUST(pthread_attr_init(&attributes) == 0 && pthread_attr_setstack(&attributes, stacks + i * STACK, STACK) == 0);
+		MUST(pthread_create(&thread, &attributes, end_at_once, NULL) == 0);
+		MUST(pthread_join(thread, NULL) == 0 && madvise(stacks + i * STACK, STACK, MADV_DONTNEED) == 0);
+	}
+}
+
+static int wake_up[2];
+
+static void *wait_for_word(void *argument)
+{
+	char byte;
+	MUST(read(wake_up[0], &byte, 1) == 1);
+	return argument;
+}
+
+static void very_many(void)
+{
+	enum { SLEEPERS = 8, LOOKS = 100 };
+	pthread_t threads[SLEEPERS];
+	MUST(pipe(wake_up) == 0);
+	for (uintptr_t i = 0; i < SLEEPERS; i++) MUST(pthread_create(&threads[i], NULL, wait_for_word, (void *)i) == 0);
+	for (size_t look = 0; look < LOOKS; look++) {
+		sleep_ms(30);
+		for (size_t i = 0; i < SLEEPERS; i++)
+			if (present_pages((void *)(threads[i] / PAGE * PAGE), 1) == 0)
+				die("EVICTED: the control block of thread %zu, at look %zu", i, look);
+	}
+	MUST(write(wake_up[1], "12345678", SLEEPERS) == SLEEPERS);
+	for (uintptr_t i = 0; i < SLEEPERS; i++) join_within(threads[i], i);
+}
+
 static pthread_t *handle;
 
 static void *unmap_handle(void *unused)
@@ -141,16 +183,18 @@ static void handles(void)
 
 int main(int argc, char **argv)
 {
+	if (mode_is(argc, argv, "very_many")) come_and_go(5000);
 	area = area_new(working_set() / 2, 3, 1);
 	area_push_out(&area);
 	pthread_t walker;
 	MUST(pthread_create(&walker, NULL, walk_for_ever, NULL) == 0);
 	if (mode_is(argc, argv, "churn")) churn();
 	else if (mode_is(argc, argv, "cold")) park(false);
+	else if (mode_is(argc, argv, "very_many")) very_many();
 	else if (mode_is(argc, argv, "own_stacks")) park(true);
 	else if (mode_is(argc, argv, "handles")) handles();
 	else if (mode_is(argc, argv, "detached")) detach();
-	else die("churn | cold | own_stacks | handles | detached");
+	else die("churn | cold | very_many | own_stacks | handles | detached");
 	atomic_store(&stop, true);
 	join_within(walker, 0);
 	area_check(&area, 1);

@@ -1,0 +1,117 @@
+//! The control blocks of the program's threads: their pages are never evicted.
+//!
+//! The kernel clears a word there when the thread ends, and does not wait for a pager when it does. And in the child of a fork libc goes
+//! through the blocks of all threads before anybody answers faults.
+//!
+//! Which pages these are stands in a sorted list under the pager's lock; what is unmapped goes from it. A thread of the program's may not take
+//! that lock ([`crate::keep`]): it leaves the address where the evictor finds it before it looks for pages that can go. There it stays until no
+//! event is on its way: the unmapping of what was there before must not take it from the list again.
+
+use crate::memory::{PAGE, boxed_zeroed};
+use crate::pager::KEPT_MAX;
+use crate::regions::Ranges;
+use alloc::boxed::Box;
+use core::ops::Range;
+use core::sync::atomic::{AtomicUsize, Ordering::*};
+
+/// Blocks that can wait to be taken into the list. Who asks the kernel which threads there are finds those that had no room.
+const FRESH_MAX: usize = 4096;
+
+/// The blocks that are not in the list yet.
+pub(crate) struct FreshBlocks {
+    /// Addresses in them, 0 for none.
+    fresh: Box<[AtomicUsize; FRESH_MAX]>,
+    /// At least so many.
+    count: AtomicUsize,
+}
+
+impl FreshBlocks {
+    pub fn new() -> FreshBlocks {
+        // SAFETY: numbers are valid when zero.
+        FreshBlocks { fresh: unsafe { boxed_zeroed() }, count: AtomicUsize::new(0) }
+    }
+
+    /// Whether there are any.
+    pub fn are_waiting(&self) -> bool {
+        self.count.load(Acquire) > 0
+    }
+
+    /// Notes the block that an address lies in.
+    pub fn note(&self, address: usize) {
+        self.count.fetch_add(1, AcqRel);
+        let has_place = |place: &AtomicUsize| place.compare_exchange(0, address, AcqRel, Acquire).is_ok();
+        if !self.fresh.iter().any(has_place) {
+            self.count.fetch_sub(1, AcqRel);
+        }
+    }
+
+    /// Takes all into the list.
+    pub fn take_into(&self, known: &mut Ranges<KEPT_MAX>) {
+        for place in self.fresh.iter() {
+            let address = place.load(Acquire);
+            if address != 0 {
+                known.add_at_least(pages_of(address));
+                place.store(0, Release);
+                self.count.fetch_sub(1, AcqRel);
+            }
+        }
+    }
+
+    /// Whether an address lies near one of them.
+    pub fn are_near(&self, address: usize) -> bool {
+        let is_near = |place: &AtomicUsize| match place.load(Acquire) {
+            0 => false,
+            block => pages_of(block).contains(&address),
+        };
+        self.are_waiting() && self.fresh.iter().any(is_near)
+    }
+}
+
+/// The page that an address in a block lies on, and its neighbours.
+fn pages_of(address: usize) -> Range<usize> {
+    let page = address / PAGE * PAGE;
+    page.saturating_sub(2 * PAGE)..page + 3 * PAGE
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where the blocks of threads with 32 KiB of stack lie.
+    fn block(thread: usize) -> usize {
+        0x7f00_0000_0000 + thread * (32 << 10) + 700
+    }
+
+    #[test]
+    fn blocks_of_any_number_of_threads_are_known_and_go_with_their_memory() {
+        const THREADS: usize = KEPT_MAX + 1000;
+        let fresh = FreshBlocks::new();
+        // SAFETY: pairs of numbers are valid when zero.
+        let mut known: Box<Ranges<KEPT_MAX>> = unsafe { boxed_zeroed() };
+        for thread in 0..THREADS {
+            fresh.note(block(thread));
+            assert!(fresh.are_near(block(thread)) && fresh.are_near(block(thread) - PAGE));
+            if thread % 100 == 0 {
+                fresh.take_into(&mut known);
+                assert!(!fresh.are_waiting());
+            }
+        }
+        fresh.take_into(&mut known);
+        assert!((0..THREADS).all(|thread| known.containing(block(thread)).is_some()));
+        let stack = block(7) / PAGE * PAGE - 4 * PAGE..block(7) / PAGE * PAGE + 4 * PAGE;
+        known.remove_at_most(stack);
+        assert!(known.containing(block(7)).is_none() && known.containing(block(8)).is_some());
+    }
+
+    #[test]
+    fn more_than_have_room_are_left_to_who_asks_the_kernel() {
+        let fresh = FreshBlocks::new();
+        // SAFETY: pairs of numbers are valid when zero.
+        let mut known: Box<Ranges<KEPT_MAX>> = unsafe { boxed_zeroed() };
+        (0..FRESH_MAX + 10).for_each(|thread| fresh.note(block(thread)));
+        fresh.take_into(&mut known);
+        assert!(!fresh.are_waiting() && known.containing(block(FRESH_MAX)).is_none());
+        fresh.note(block(FRESH_MAX));
+        assert!(fresh.are_near(block(FRESH_MAX)));
+    }
+}
