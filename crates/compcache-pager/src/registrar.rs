@@ -11,6 +11,7 @@ use crate::maps::{self, Found, Mapping, MapsBuffer};
 use crate::memory::boxed_zeroed;
 use crate::pager::{Channel, Pager, REGIONS_MAX, State};
 use crate::regions::Ranges;
+use crate::shared::Trouble;
 use alloc::boxed::Box;
 use core::ops::Range;
 use core::sync::atomic::Ordering::Acquire;
@@ -89,6 +90,7 @@ impl Registrar {
             }
             // What is registered and not held would be taken for new, and what is stored of it for nobody's.
             if state.regions.has_lost() {
+                pager.region.note_trouble(Trouble::Regions, 0);
                 return Registered::All;
             }
             // What is moved and not applied yet would be taken for new.

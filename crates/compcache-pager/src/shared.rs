@@ -148,6 +148,8 @@ pub struct Header {
     pub recompress_after_ms: AtomicU64,
     /// At this level of zstd, as two's complement.
     pub recompress_level: AtomicU32,
+    /// The process that has started the program.
+    pub supervisor: AtomicU32,
     /// Limit on resident and ours together over the tree, bytes; 0 is none.
     pub ram_limit_bytes: AtomicU64,
     /// Limit on the resident part over the tree, bytes; 0 is none.
@@ -214,6 +216,8 @@ pub enum Trouble {
     Filter = 11,
     /// The program changed its mappings more often than can be kept while a copy of it was made, and the process was ended.
     Changes = 12,
+    /// The process has had memory in more places than can be kept in mind: what comes now is not paged.
+    Regions = 13,
     /// An invariant of the pager's own did not hold, and the process was ended.
     Bug = 6,
 }

@@ -16,6 +16,7 @@ mod copies;
 mod devices;
 mod filters;
 mod guards;
+mod handed;
 mod libc;
 mod namespaces;
 mod task_count;
@@ -68,6 +69,8 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
     // SAFETY: the loader passes the program's environment, a list that ends with a null pointer.
     let Some(path) = (unsafe { variable(environment, shared::ENV_REGION.as_bytes()) }) else { return };
     let Some(region) = map_region(path) else { return };
+    // SAFETY: as above; nothing of the program's has run yet.
+    unsafe { handed::take_over(environment, region.header.supervisor.load(Relaxed)) };
     if libc::has_sanitizer() {
         return region.note_trouble(Trouble::Sanitizer, 0);
     }
@@ -95,8 +98,17 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
 /// The value of an environment variable.
 ///
 /// # Safety
-/// `environment` must be null or a list of strings that ends with a null pointer, alive for the whole process.
+/// As [`entry`].
 unsafe fn variable(environment: *const *const c_char, name: &[u8]) -> Option<&'static CStr> {
+    // SAFETY: says the caller.
+    unsafe { entry(environment, name) }.map(|(_, value)| value)
+}
+
+/// Where an environment variable is in the list, and its value.
+///
+/// # Safety
+/// `environment` must be null or a list of strings that ends with a null pointer, alive for the whole process.
+unsafe fn entry(environment: *const *const c_char, name: &[u8]) -> Option<(usize, &'static CStr)> {
     if environment.is_null() {
         return None;
     }
@@ -110,7 +122,7 @@ unsafe fn variable(environment: *const *const c_char, name: &[u8]) -> Option<&'s
         let entry = unsafe { CStr::from_ptr(entry) };
         let bytes = entry.to_bytes_with_nul();
         if bytes.starts_with(name) && bytes.get(name.len()) == Some(&b'=') {
-            return CStr::from_bytes_with_nul(&bytes[name.len() + 1..]).ok();
+            return CStr::from_bytes_with_nul(&bytes[name.len() + 1..]).ok().map(|value| (place, value));
         }
     }
     None

@@ -11,6 +11,7 @@
 pub mod leftovers;
 mod mapping;
 
+use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -31,7 +32,12 @@ const FILE: &str = "region";
 
 /// The directories that may hold regions, best first.
 fn places() -> Vec<PathBuf> {
-    let temporary = std::env::var_os("TMPDIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
+    places_with(std::env::var_os("TMPDIR"))
+}
+
+/// The same where TMPDIR is this. By whole paths: who opens the region may be in another directory.
+fn places_with(temporary: Option<OsString>) -> Vec<PathBuf> {
+    let temporary = temporary.filter(|dir| !dir.is_empty()).and_then(|dir| std::path::absolute(dir).ok());
     [Some(PathBuf::from("/dev/shm")), temporary, Some(PathBuf::from("/tmp"))].into_iter().flatten().collect()
 }
 
@@ -69,6 +75,7 @@ impl TreeRegion {
         header.ram_limit_bytes.store(limits.ram_bytes, Relaxed);
         header.resident_limit_bytes.store(limits.resident_bytes, Relaxed);
         header.spill_max_bytes.store(spill.map_or(0, |spill| spill.max_bytes), Relaxed);
+        header.supervisor.store(std::process::id(), Relaxed);
         header.magic.store(shared::MAGIC, Relaxed);
         Ok(tree)
     }
@@ -181,4 +188,17 @@ fn create_file(path: &Path) -> io::Result<Mapping> {
 fn remove(dir: &Path) {
     let _ = fs::remove_file(dir.join(FILE));
     let _ = fs::remove_dir(dir);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_region_is_named_from_the_root_whatever_tmpdir_is() {
+        let places = places_with(Some("some/where".into()));
+        assert!(places.len() == 3 && places.iter().all(|place| place.is_absolute()));
+        assert!(places[1].ends_with("some/where"));
+        assert_eq!(places_with(Some("".into())).len(), 2);
+    }
 }

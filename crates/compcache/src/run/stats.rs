@@ -177,7 +177,7 @@ fn quantile_ns(buckets: &[u64; LATENCY_BUCKETS], share: f64) -> u64 {
 
 /// What the header's trouble means.
 fn trouble(trouble: u32, errno: u32) -> Option<String> {
-    const ALL: [Trouble; 12] = [
+    const ALL: [Trouble; 13] = [
         Trouble::NoUserfaultfd,
         Trouble::NoMemory,
         Trouble::NoEvictionWay,
@@ -190,6 +190,7 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         Trouble::Sanitizer,
         Trouble::Filter,
         Trouble::Changes,
+        Trouble::Regions,
     ];
     if trouble == 0 {
         return None;
@@ -220,6 +221,9 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         }
         Some(Trouble::Changes) => {
             "a process was ended: while a copy of it was being made (fork) its other threads changed mappings thousands of times"
+        }
+        Some(Trouble::Regions) => {
+            "a process was paged in part: it had memory in more than 16384 places at a time, and what came after that stays resident"
         }
         Some(Trouble::LostPage) => "a process was ended: a stored page was damaged, and it was not to get wrong bytes",
         Some(Trouble::Bug) => "a process was ended: compcache has a bug, please report it",

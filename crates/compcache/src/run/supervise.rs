@@ -83,6 +83,8 @@ impl<'a> Run<'a> {
             // Should something that the program starts have been built so, its runtime would end it for an object that comes before.
             command.env("ASAN_OPTIONS", "verify_asan_link_order=0");
         }
+        // It names the process in another way than LISTEN_PID, which the preloaded object puts right.
+        command.env_remove("LISTEN_PIDFDID");
         command.arg0(&program[0]).args(&program[1..]);
         command.env(ENV_REGION, region.file()).env("LD_PRELOAD", &ready.ld_preload);
         let child = signals.spawn(&mut command).map_err(|error| cannot_start(ready, error))?;

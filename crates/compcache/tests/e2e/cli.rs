@@ -102,6 +102,21 @@ fn input_and_environment_are_the_programs() {
     }
 }
 
+/// The shell becomes compcache: it is the process that systemd would have started.
+#[test]
+fn what_systemd_hands_over_is_the_programs() {
+    let _shared = beside_others();
+    let program = "test $LISTEN_PID = $$ && test $WATCHDOG_PID = 1 && test -z \"$LISTEN_PIDFDID\" && sh -c 'test $LISTEN_PID = $PPID'";
+    let service = format!(
+        "export LISTEN_PID=$$ WATCHDOG_PID=1 LISTEN_PIDFDID=7; exec {} run --resident 64M -- sh -c \"$0\"",
+        compcache().display()
+    );
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &service, &format!("{program}; echo $?")]);
+    let output = shell.env("COMPCACHE_PRELOAD", preload()).output().expect("a shell can be started");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "0\n", "{}", said(&output));
+}
+
 #[test]
 fn a_program_that_does_not_exist_is_told_before_anything_starts() {
     is_refused(&["--ram", "64M", "no-such-program-anywhere"], 127, &["no-such-program-anywhere"]);
