@@ -21,7 +21,7 @@ const FRESH_MAX: usize = 4096;
 pub(crate) struct FreshBlocks {
     /// Addresses in them, 0 for none.
     fresh: Box<[AtomicUsize; FRESH_MAX]>,
-    /// At least so many.
+    /// How many were noted since they were last taken. It may say more than there are, in a copy of the process for one, until they are taken again.
     count: AtomicUsize,
 }
 
@@ -38,21 +38,21 @@ impl FreshBlocks {
 
     /// Notes the block that an address lies in.
     pub fn note(&self, address: usize) {
-        self.count.fetch_add(1, AcqRel);
         let has_place = |place: &AtomicUsize| place.compare_exchange(0, address, AcqRel, Acquire).is_ok();
-        if !self.fresh.iter().any(has_place) {
-            self.count.fetch_sub(1, AcqRel);
+        if self.fresh.iter().any(has_place) {
+            self.count.fetch_add(1, AcqRel);
         }
     }
 
     /// Takes all into the list.
     pub fn take_into(&self, known: &mut Ranges<KEPT_MAX>) {
+        // Before: whose count comes after is seen the next time, if not now.
+        self.count.swap(0, AcqRel);
         for place in self.fresh.iter() {
             let address = place.load(Acquire);
             if address != 0 {
                 known.add_at_least(pages_of(address));
                 place.store(0, Release);
-                self.count.fetch_sub(1, AcqRel);
             }
         }
     }
