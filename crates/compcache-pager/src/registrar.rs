@@ -357,7 +357,9 @@ mod tests {
         let (uffd, _) = Uffd::open(true).unwrap();
         let unreadable = memory::reserve(PAGE).unwrap() as usize;
         let channel = Channel { pagemap: -1, uffd, way: crate::pager::Way::Remap, gate: 0, unreadable };
-        let (mut here, there) = (memory::map(BYTES).unwrap() as usize, memory::map(BYTES).unwrap() as usize);
+        // Far from where the kernel puts what others map: the place that is left is nobody's.
+        let (mut here, there) = (0x1000_0000_0000, 0x1000_4000_0000);
+        assert!(memory::map_where_nothing_is(here, BYTES));
         // So that it takes a while to move.
         // SAFETY: mapped just now.
         (0..BYTES).step_by(PAGE).for_each(|at| unsafe { ((here + at) as *mut u8).write_volatile(1) });
@@ -376,7 +378,7 @@ mod tests {
                 bind_to(1);
                 while !is_over.load(Acquire) {
                     let (old, new) = (from as *mut _, to as *mut _);
-                    // SAFETY: both are mapped above, and nobody else's.
+                    // SAFETY: mapped above, and nobody else's; nothing is at the other place.
                     unsafe { mremap_fixed(old, BYTES, BYTES, MremapFlags::MAYMOVE, new) }.unwrap();
                     (from, to) = (to, from);
                 }
