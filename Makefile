@@ -35,7 +35,7 @@ test: build
 	$(CARGO) build --release -p compcache-testkit --bin memory-tester
 	@rm -f $(COMPCACHE_SKIPS) && touch $(COMPCACHE_SKIPS)
 	@status=0; \
-	$(CARGO) test $(WORKSPACE) --no-fail-fast --lib --bins --tests || status=1; \
+	$(CARGO) test $(WORKSPACE) --no-fail-fast --lib --bins --tests --examples || status=1; \
 	echo "skipped here, $$(wc -l < $(COMPCACHE_SKIPS)):"; sort $(COMPCACHE_SKIPS); \
 	$(CARGO) test $(WORKSPACE) --no-fail-fast --doc || status=1; \
 	exit $$status

@@ -247,8 +247,9 @@ impl Inodes {
             node.names.add(parent, name);
             return node;
         }
-        // The kernel still calls the other by the number that this one would have.
         let number = if dead.is_some() { self.next_counted() } else { self.number(&mut table, id) };
+        // The kernel still calls another by the number that this one would have: one that is dead, whoever is known by its identity since.
+        let number = if table.by_number.contains_key(&number) { self.next_counted() } else { number };
         let is_directory = FileType::from_raw_mode(stat.stx_mode.into()).is_dir();
         let node = Arc::new(Node::new(INodeNo(number), stat, fd));
         table.by_id.insert(id, number);

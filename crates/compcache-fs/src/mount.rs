@@ -40,6 +40,8 @@ const KIND: &str = "fuse.compcache";
 /// who get no descriptor.
 const REST: u32 = 9;
 const REST_MAX: Duration = Duration::from_millis(250);
+/// Files that are asked for room between two looks at what is mounted on some: a mount made in between is unmounted with its name.
+const LOOKED_AFTER: usize = 256;
 
 /// What is mounted where, and how.
 #[derive(Clone, Debug)]
@@ -154,7 +156,8 @@ impl MountedAt {
         // Nobody could say of it which it is.
         let Some(line) = &self.line else { return unmount(&self.path) };
         let table = || table_of_mounts().map_err(|error| FsError::Unmount { path: self.path.clone(), error });
-        if let Some(place) = line.place(&table()?)? {
+        // Mounted over itself, too, it is there as often.
+        while let Some(place) = line.place(&table()?)? {
             unmount(&place)?;
         }
         match line.elsewhere(&table()?) {
@@ -505,8 +508,11 @@ fn tell(notices: &Receiver<Notice>, kernel: &Kernel) {
 
 /// Has the kernel forget files, from the one met first on, until it knows few enough, or was asked for all of them. Whether it knows few enough.
 fn make_room(kernel: &Kernel) -> bool {
-    let (inodes, mounted_on) = (&kernel.inodes, kernel.mounted_on());
-    for _ in 0..inodes.count() {
+    let (inodes, mut mounted_on) = (&kernel.inodes, MountedOn::default());
+    for asked in 0..inodes.count() {
+        if asked % LOOKED_AFTER == 0 {
+            mounted_on = kernel.mounted_on();
+        }
         if !inodes.is_crowded() {
             return true;
         }

@@ -36,11 +36,18 @@ impl FreshBlocks {
         self.count.load(Acquire) > 0
     }
 
-    /// Notes the block that an address lies in.
+    /// Notes the block that an address lies in. Places are filled from the first on.
     pub fn note(&self, address: usize) {
-        let has_place = |place: &AtomicUsize| place.compare_exchange(0, address, AcqRel, Acquire).is_ok();
-        if self.fresh.iter().any(has_place) {
-            self.count.fetch_add(1, AcqRel);
+        for place in self.fresh.iter() {
+            match place.load(Acquire) {
+                0 if place.compare_exchange(0, address, AcqRel, Acquire).is_ok() => {
+                    self.count.fetch_add(1, AcqRel);
+                    return;
+                }
+                // libc gives stacks that it has kept to new threads.
+                there if there / PAGE == address / PAGE => return,
+                _ => {}
+            }
         }
     }
 
@@ -59,11 +66,8 @@ impl FreshBlocks {
 
     /// Whether an address lies near one of them.
     pub fn are_near(&self, address: usize) -> bool {
-        let is_near = |place: &AtomicUsize| match place.load(Acquire) {
-            0 => false,
-            block => pages_of(block).contains(&address),
-        };
-        self.are_waiting() && self.fresh.iter().any(is_near)
+        let blocks = self.fresh.iter().map(|place| place.load(Acquire)).take_while(|block| *block != 0);
+        self.are_waiting() && blocks.map(pages_of).any(|pages| pages.contains(&address))
     }
 }
 
@@ -90,6 +94,7 @@ mod tests {
         let mut known: Box<Ranges<KEPT_MAX>> = unsafe { boxed_zeroed() };
         for thread in 0..THREADS {
             fresh.note(block(thread));
+            fresh.note(block(thread) + 8);
             assert!(fresh.are_near(block(thread)) && fresh.are_near(block(thread) - PAGE));
             if thread % 100 == 0 {
                 fresh.take_into(&mut known);

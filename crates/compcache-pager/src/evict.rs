@@ -269,6 +269,13 @@ impl Evictor {
             if armed && (has_more || self.is_unfinished() || pager.kept_unregistered.swap(false, AcqRel)) {
                 self.find_regions(pager, channel);
             }
+            if pager.armed.load(Acquire) {
+                // What was noted while nothing was evicted leaves room for what is found now.
+                let mut state = pager.state.lock();
+                if !pager.frozen.load(Acquire) {
+                    pager.take_fresh_blocks(channel, &mut state);
+                }
+            }
             self.note_threads(pager);
             if pager.armed.load(Acquire) && self.evict(pager, channel) == Evicted::More {
                 continue;

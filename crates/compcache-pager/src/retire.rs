@@ -16,6 +16,13 @@ use crate::table::{Phase, Word};
 use compcache_store::{Page, Worker};
 use core::sync::atomic::Ordering::*;
 
+impl Pager {
+    /// Whether it has not left the process.
+    pub fn is_at_work(&self) -> bool {
+        self.has_threads().load(Acquire)
+    }
+}
+
 /// Has the pager leave this process. Called in a thread of the program's; returns when it is gone.
 pub fn retire(pager: &Pager) {
     fork::while_nobody_forks(pager, || {

@@ -189,9 +189,22 @@ pub unsafe extern "C" fn pthread_create(
     };
     // SAFETY: the caller's own call, passed on.
     let result = unsafe { real(thread, attributes, start, argument) };
-    // In glibc a thread's handle is the address of its control block. By the kernel: the new thread may have unmapped where it was written to.
+    // Once the pager has left, the program's filter may forbid what it does.
+    if result != 0 || !pager.is_at_work() {
+        return result;
+    }
+    // In glibc a thread's handle is the address of its control block. By the kernel, unless a filter may be in the way: the new thread may have
+    // unmapped where it was written to.
     let mut handle = [0; size_of::<usize>()];
-    if result == 0 && read_own_memory(thread as usize, &mut handle) {
+    let is_read = match pager.is_filtered() {
+        false => read_own_memory(thread as usize, &mut handle),
+        true => {
+            // SAFETY: libc has written it.
+            handle = unsafe { thread.cast::<[u8; size_of::<usize>()]>().read_volatile() };
+            true
+        }
+    };
+    if is_read {
         pager.add_control_block(usize::from_ne_bytes(handle));
     }
     result

@@ -212,9 +212,9 @@ impl Tree {
     pub fn close_report(&self, handle: FileHandle) -> io::Result<()> {
         let open = self.files.asked(handle)?;
         let closed = if open.writes { self.with_room(|| sys::close_report(&open.fd)) } else { Ok(()) };
+        let closed = closed.inspect_err(|_| self.may_be_lost(&open.node));
         // Who closes is not told that there are too many descriptors of ours.
-        let closed = if closed == Err(Errno::MFILE) { Ok(()) } else { closed };
-        closed.inspect_err(|_| self.may_be_lost(&open.node))
+        if closed == Err(Errno::MFILE) { Ok(()) } else { closed }
     }
 
     /// When it returns, the file below has it where its file system puts it; what was kept there for writing is let go of.

@@ -49,7 +49,7 @@ impl Tree {
     ) -> io::Result<()> {
         self.each_name(handle, offset, |open, listed| {
             let kind = listed.kind.or_else(|| self.kind_of(open, &listed.name)).unwrap_or(FileType::RegularFile);
-            give(self.number_of(open, listed), listed.next, kind, &listed.name)
+            Some(give(self.number_of(open, listed), listed.next, kind, &listed.name))
         })
     }
 
@@ -63,35 +63,34 @@ impl Tree {
         self.each_name(handle, offset, |open, listed| {
             // The kernel takes no note of the file behind these two.
             if listed.name == "." || listed.name == ".." {
-                let Ok(stat) = open.node.look() else { return true };
-                let shown = self.shown(&stat, open.node.number);
-                return give(Entry::Known(&shown, 0), listed.next, &listed.name);
+                let shown = self.shown(&open.node.look().ok()?, open.node.number);
+                return Some(give(Entry::Known(&shown, 0), listed.next, &listed.name));
             }
             let made = match self.find_in(&open.node, &listed.name) {
                 Ok(made) => made,
                 // Gone in the meantime.
-                Err(Errno::NOENT) => return true,
+                Err(Errno::NOENT) => return None,
                 // Who may list a directory may not look into it, maybe.
                 Err(error) => {
                     let kind = listed.kind.unwrap_or(FileType::RegularFile);
                     let entry = Entry::Named(self.number_of(open, listed), kind, error);
-                    return give(entry, listed.next, &listed.name);
+                    return Some(give(entry, listed.next, &listed.name));
                 }
             };
             let has_room = give(Entry::Known(&made.attributes(), made.node.generation), listed.next, &listed.name);
             if !has_room {
                 self.inodes.forget(made.node.number, 1);
             }
-            has_room
+            Some(has_room)
         })
     }
 
-    /// Calls `give` with the names from `offset` on, until it says that it has no room for one.
+    /// Calls `give` with the names from `offset` on, until it says that it has no room for one. `None` says that there is nothing to give.
     fn each_name(
         &self,
         handle: FileHandle,
         offset: u64,
-        mut give: impl FnMut(&OpenDirectory, &Listed) -> bool,
+        mut give: impl FnMut(&OpenDirectory, &Listed) -> Option<bool>,
     ) -> io::Result<()> {
         let open = self.directories.get(handle)?;
         let mut listing = open.listing.lock().unwrap_or_else(PoisonError::into_inner);
@@ -102,10 +101,10 @@ impl Tree {
         let mut any_given = false;
         loop {
             while let Some(listed) = listing.batch.get(listing.given) {
-                if !give(&open, listed) {
-                    return Ok(());
+                match give(&open, listed) {
+                    Some(false) => return Ok(()),
+                    given => any_given |= given.is_some(),
                 }
-                any_given = true;
                 listing.at = listed.next;
                 listing.given += 1;
             }

@@ -61,10 +61,15 @@ fn watch(program: Pid) -> Option<Pid> {
     }
 }
 
-/// Whether it is stopped, by a signal or a debugger; `None` where /proc does not tell.
+/// Whether it is stopped, by a signal or a debugger; `None` where /proc does not tell, as of a program whose first thread has ended before others.
 fn is_stopped(program: Pid) -> Option<bool> {
-    let stat = fs::read(format!("/proc/{}/stat", program.as_raw_nonzero())).ok()?;
+    let directory = format!("/proc/{}", program.as_raw_nonzero());
+    let stat = fs::read(format!("{directory}/stat")).ok()?;
     // The name before it may have any bytes in it.
     let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
-    stat.get(name_ends + 2).map(|state| b"Tt".contains(state))
+    let has_others = || fs::read_dir(format!("{directory}/task")).is_ok_and(|threads| threads.count() > 1);
+    match stat.get(name_ends + 2)? {
+        b'Z' if has_others() => None,
+        state => Some(b"Tt".contains(state)),
+    }
 }
