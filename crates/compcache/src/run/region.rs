@@ -1,9 +1,10 @@
 //! The region's file: one directory per tree in memory, which every pager of the tree can map and nobody else can name.
 //!
-//! | path                            | mode | why                                                               |
-//! |---------------------------------|------|-------------------------------------------------------------------|
-//! | `/dev/shm/compcache-run-7f3a…/` | 0711 | the name is 128 random bits: unguessable, and never listed inside |
-//! | `region` in it                  | 0666 | a child that changed its user must map it too                     |
+//! | path                            | mode | why                                                                    |
+//! |---------------------------------|------|------------------------------------------------------------------------|
+//! | `/dev/shm/compcache-run-7f3a…/` | 0711 | found by the next supervisor; only its owner can list what is in it    |
+//! | `region-92c0…` in it            | 0666 | a child that changed its user must map it too. The name is 128 further |
+//! |                                 |      | random bits, which the tree knows by its environment, and nobody else  |
 //!
 //! The supervisor holds a lock on the directory (which only its owner can open). A directory without the lock belonged to
 //! a supervisor that was killed, and the next one removes it, unless a process in it still lives: see [`leftovers`].
@@ -28,7 +29,7 @@ use crate::run::spill::SpillPlace;
 use mapping::Mapping;
 
 const PREFIX: &str = "compcache-run-";
-const FILE: &str = "region";
+const FILE_PREFIX: &str = "region-";
 
 /// The directories that may hold regions, best first.
 fn places() -> Vec<PathBuf> {
@@ -111,8 +112,9 @@ impl TreeRegion {
     }
 
     fn create_in(place: &Path) -> io::Result<Self> {
+        let name = format!("{FILE_PREFIX}{}", random_name()?);
         let (dir, lock) = create_dir_in(place)?;
-        let file = dir.join(FILE);
+        let file = dir.join(name);
         let mapping = create_file(&file).inspect_err(|_| remove(&dir))?;
         Ok(Self { dir, file, mapping, in_use: None, _lock: lock })
     }
@@ -185,14 +187,50 @@ fn create_file(path: &Path) -> io::Result<Mapping> {
     }
 }
 
+/// The region's file in a directory of ours, if there is one.
+fn file_in(dir: &Path) -> Option<PathBuf> {
+    Some(fs::read_dir(dir).ok()?.next()?.ok()?.path())
+}
+
 fn remove(dir: &Path) {
-    let _ = fs::remove_file(dir.join(FILE));
+    if let Some(file) = file_in(dir) {
+        let _ = fs::remove_file(file);
+    }
     let _ = fs::remove_dir(dir);
 }
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
+    use compcache_testkit::features::{Feature, requires};
+    use rustix::process::Uid;
+    use rustix::thread::set_thread_res_uid;
+
     use super::*;
+
+    #[test]
+    fn another_user_can_map_a_region_that_he_was_told_of_and_can_find_none() {
+        if !requires(&[Feature::Root]) {
+            return;
+        }
+        let place = tempfile::tempdir().unwrap();
+        fs::set_permissions(&place, Permissions::from_mode(0o1777)).unwrap();
+        let tree = TreeRegion::create_in(place.path()).unwrap();
+        let (dir, file) = (tree.dir.clone(), tree.file.clone());
+        let another = thread::spawn(move || {
+            set_thread_res_uid(None, Uid::from_raw(65534), None).unwrap();
+            let found = fs::read_dir(&dir).map(Iterator::count).map_err(|error| error.kind());
+            let told = OpenOptions::new().read(true).write(true).open(&file).map(drop);
+            (found, told.map_err(|error| error.kind()))
+        });
+        assert_eq!(another.join().unwrap(), (Err(io::ErrorKind::PermissionDenied), Ok(())));
+        let other = TreeRegion::create_in(place.path()).unwrap();
+        assert_ne!(tree.file.file_name(), other.file.file_name(), "guessed from another");
+        let dirs = [tree.dir.clone(), other.dir.clone()];
+        drop((tree, other));
+        assert!(dirs.iter().all(|dir| !dir.exists()), "nothing is left");
+    }
 
     #[test]
     fn a_region_is_named_from_the_root_whatever_tmpdir_is() {

@@ -10,7 +10,7 @@ use anyhow::bail;
 use compcache_pager::shared::{self, Region};
 
 use super::mapping::Mapping;
-use super::{FILE, PREFIX, places, remove};
+use super::{PREFIX, file_in, places, remove};
 
 /// Removes them all. Those of other users are left to their owners.
 pub fn sweep() {
@@ -35,10 +35,11 @@ fn sweep_one(dir: &Path) -> anyhow::Result<()> {
     }
     let lock = File::open(dir)?;
     lock.try_lock()?;
-    let path = dir.join(FILE);
-    let mapping = OpenOptions::new().read(true).write(true).open(&path).and_then(|file| Mapping::of(&file));
-    if mapping.is_ok_and(|mapping| in_use(mapping.region(), &path)) {
-        bail!("in use");
+    if let Some(path) = file_in(dir) {
+        let mapping = OpenOptions::new().read(true).write(true).open(&path).and_then(|file| Mapping::of(&file));
+        if mapping.is_ok_and(|mapping| in_use(mapping.region(), &path)) {
+            bail!("in use");
+        }
     }
     remove(dir);
     Ok(())
