@@ -1,15 +1,18 @@
 //! Where clients come in: a Unix socket, or TCP.
 
-use std::fs::{self, Permissions};
+use std::fs;
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::net::{Shutdown, sockopt};
+use rustix::fs::{Mode, fchmod};
+use rustix::net::{
+    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with, sockopt,
+};
 
 /// A TCP client that says nothing for so long is asked whether it is there, again and again; machines lose power, and cables their
 /// plugs, without a word.
@@ -28,6 +31,20 @@ pub enum Listen {
     Loopback(u16),
     /// TCP for whoever reaches this address. The protocol knows no passwords: what is served is everybody's.
     Anyone(SocketAddr),
+}
+
+/// Listens at a Unix socket that is made there, for its owner alone from the first instant on: it is made with the mode that the unnamed one has. By its name
+/// it could be another file by the time that is changed.
+///
+/// # Errors
+/// There is a file of this name; or the directory cannot be written to.
+pub fn listen_alone(path: &Path) -> io::Result<UnixListener> {
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    bind(&socket, &SocketAddrUnix::new(path)?)?;
+    // As many as the kernel lets wait.
+    listen(&socket, -1)?;
+    Ok(socket.into())
 }
 
 pub(super) enum Listener {
@@ -57,8 +74,7 @@ impl Listener {
                 Err(error) => return Err(error),
             }
         }
-        let listener = UnixListener::bind(path)?;
-        fs::set_permissions(path, Permissions::from_mode(0o600))?;
+        let listener = listen_alone(path)?;
         let made = fs::symlink_metadata(path)?;
         Ok(Listener::Unix { listener, path: path.to_owned(), inode: (made.dev(), made.ino()) })
     }
@@ -177,5 +193,25 @@ impl Write for &Stream {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_is_its_owners_alone_and_takes_nobodys_place() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let listener = listen_alone(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
+        assert_eq!(listener.local_addr().unwrap().as_pathname(), Some(&*path));
+        let _client = UnixStream::connect(&path).unwrap();
+        listener.accept().unwrap();
+        assert_eq!(listen_alone(&path).unwrap_err().kind(), ErrorKind::AddrInUse);
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink(directory.path().join("elsewhere"), &link).unwrap();
+        assert_eq!(listen_alone(&link).unwrap_err().kind(), ErrorKind::AddrInUse);
     }
 }

@@ -1,8 +1,8 @@
 //! The answering side: a socket, and a thread for each who asks.
 
-use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,6 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use compcache_block::nbd::listen_alone;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
@@ -76,9 +77,7 @@ impl Control {
             Err(error) => return Err(error).with_context(|| format!("cannot lock {}", path.display())),
         }
         remove_if_dead(socket)?;
-        let listener = UnixListener::bind(socket).with_context(|| format!("cannot listen at {}", socket.display()))?;
-        fs::set_permissions(socket, Permissions::from_mode(0o600))
-            .with_context(|| format!("cannot keep others from {}", socket.display()))?;
+        let listener = listen_alone(socket).with_context(|| format!("cannot listen at {}", socket.display()))?;
         let made = fs::symlink_metadata(socket).with_context(|| format!("cannot look at {}", socket.display()))?;
         let ours = Ours { socket: socket.to_owned(), inode: (made.dev(), made.ino()), _lock: lock };
         Ok(Self { listener, ours: Some(ours) })
