@@ -5,7 +5,7 @@
 //!
 //! | asked through a mount of | is done below with                                                                    |
 //! |--------------------------|---------------------------------------------------------------------------------------|
-//! | the asker's own          | what the thread is                                                                    |
+//! | the asker's own          | what the thread is; the group, if his is another by now (newgrp), is given afterwards |
 //! | root's, by another user  | his user and group, and the capabilities that let a checked operation through         |
 //!
 //! And how much room there is: what another user writes to a file on root's mount is written without root's rights ([`taking_room`]).
@@ -22,8 +22,10 @@ use fuser::Request;
 use rustix::fs::{AtFlags, CWD, Mode, chmodat};
 use rustix::io::{self, Errno};
 use rustix::process::{Gid, Uid, getegid, geteuid, umask};
+use rustix::system::uname;
 use rustix::thread::{
-    CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_thread_res_gid, set_thread_res_uid,
+    CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_thread_groups, set_thread_res_gid,
+    set_thread_res_uid,
 };
 
 use crate::inodes::Node;
@@ -35,6 +37,13 @@ const CHECKED: CapabilitySet = CapabilitySet::DAC_OVERRIDE
     .union(CapabilitySet::FOWNER)
     .union(CapabilitySet::FSETID)
     .union(CapabilitySet::MKNOD);
+
+/// Before Linux 6.0 it leaves it to file systems to take the set-group-ID bit from what somebody makes in a directory of a group he is not in.
+static CHECKS_GROUPS: LazyLock<bool> = LazyLock::new(|| checks_groups(&uname().release().to_string_lossy()));
+
+fn checks_groups(release: &str) -> bool {
+    release.split('.').next().and_then(|major| major.parse().ok()).is_some_and(|major: u32| major >= 6)
+}
 
 /// Who asks.
 #[derive(Clone, Copy)]
@@ -50,18 +59,32 @@ impl Caller {
     }
 }
 
+/// Who serves, when nobody else.
+struct Server {
+    uid: u32,
+    gid: u32,
+    /// Whether it may be of any group.
+    takes_groups: bool,
+}
+
 /// Found out by a thread before it is anybody else.
-static SERVES_AS_ROOT: LazyLock<bool> = LazyLock::new(|| geteuid().is_root());
+static SERVER: LazyLock<Server> = LazyLock::new(|| Server {
+    uid: geteuid().as_raw(),
+    gid: getegid().as_raw(),
+    takes_groups: capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SETGID)),
+});
 
 thread_local! {
     static HAS_OWN_UMASK: Cell<bool> = const { Cell::new(false) };
+    static LEFT_GROUPS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Calls `make` so that what it makes is as if who asks had made it. The kernel has checked that he may.
 pub fn as_caller<T>(caller: Caller, mask: u32, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     own_umask()?;
     umask(Mode::from_raw_mode(mask & 0o777));
-    with_rights(caller, CHECKED, make)
+    let is_left_to_us = caller.uid != 0 && !*CHECKS_GROUPS;
+    with_rights(caller, if is_left_to_us { CHECKED - CapabilitySet::FSETID } else { CHECKED }, make)
 }
 
 /// Calls `open` with no more rights than who asks has, his supplementary groups not among them: for what the kernel has not checked.
@@ -69,14 +92,21 @@ pub fn unchecked<T>(caller: Caller, open: impl FnOnce() -> io::Result<T>) -> io:
     with_rights(caller, CapabilitySet::empty(), open)
 }
 
+/// The group that is still to be given to what [`as_caller`] made: who serves a tree of his own, and asks as one of another of his groups, could not make it so.
+pub fn group_to_give(caller: Caller) -> Option<Gid> {
+    let is_another = caller.uid == SERVER.uid && caller.gid != SERVER.gid && !SERVER.takes_groups;
+    is_another.then(|| Gid::from_raw(caller.gid))
+}
+
 fn with_rights<T>(caller: Caller, rights: CapabilitySet, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let Caller { uid, gid } = caller;
-    if (uid, gid) == (geteuid().as_raw(), getegid().as_raw()) {
+    if uid == SERVER.uid && (gid == SERVER.gid || !SERVER.takes_groups) {
         return make();
     }
     if uid == u32::MAX || gid == u32::MAX {
         return Err(Errno::OVERFLOW);
     }
+    leave_groups();
     let borrowed = Borrowed::take(Uid::from_raw(uid), Gid::from_raw(gid), rights)?;
     let made = make();
     drop(borrowed);
@@ -112,9 +142,10 @@ pub fn taking_room<T>(
     node: &Node,
     mut change: impl FnMut() -> io::Result<T>,
 ) -> io::Result<T> {
-    if !drops || caller.uid == 0 || !*SERVES_AS_ROOT {
+    if !drops || caller.uid == 0 || SERVER.uid != 0 {
         return dropping_suid(drops, node, change);
     }
+    leave_groups();
     drop_suid(node)?;
     // The kernel has that go for the file system's user, too, and no capability is in effect until it is root again.
     if set_thread_res_uid(None, Uid::from_raw(caller.uid), None).is_err() {
@@ -150,34 +181,61 @@ fn own_umask() -> io::Result<()> {
     Ok(())
 }
 
+/// Leaves the supplementary groups of who serves, for good: nobody else is in them. Root can do without where it may pass over what files allow.
+fn leave_groups() {
+    if LEFT_GROUPS.replace(true) {
+        return;
+    }
+    let needed = CapabilitySet::SETGID | CapabilitySet::DAC_OVERRIDE;
+    if capabilities(None).is_ok_and(|sets| sets.effective.contains(needed)) {
+        // Refused in a container that does not let us; then they are of no use outside it.
+        let _ = set_thread_groups(&[]);
+    }
+}
+
 /// Another's user and group, until dropped.
 struct Borrowed {
     uid: Uid,
     gid: Gid,
+    rights: CapabilitySets,
 }
 
 impl Borrowed {
     fn take(uid: Uid, gid: Gid, rights: CapabilitySet) -> io::Result<Borrowed> {
-        let own = Borrowed { uid: geteuid(), gid: getegid() };
-        let permitted = capabilities(None)?;
+        let own = Borrowed { uid: geteuid(), gid: getegid(), rights: capabilities(None)? };
+        // Given back from here on, also by an error.
         set_thread_res_gid(None, gid, None)?;
-        // Given back from here on.
         set_thread_res_uid(None, uid, None)?;
-        let effective = permitted.permitted & rights;
         // Root's mount, or one that may be anybody: the permitted set is what it was, only the effective one was emptied.
-        if let Err(error) = set_capabilities(None, CapabilitySets { effective, ..permitted }) {
-            drop(own);
-            return Err(error);
-        }
+        let effective = own.rights.permitted & rights;
+        set_capabilities(None, CapabilitySets { effective, ..own.rights })?;
         Ok(own)
     }
 }
 
 impl Drop for Borrowed {
     fn drop(&mut self) {
-        let uid = set_thread_res_uid(None, self.uid, None);
-        if uid.and_then(|()| set_thread_res_gid(None, self.gid, None)).is_err() {
+        let user = set_thread_res_uid(None, self.uid, None);
+        let group = user.and_then(|()| set_thread_res_gid(None, self.gid, None));
+        // The kernel gives them back where the user becomes root; not where he was all the time, with another group.
+        let rights = group.and_then(|()| capabilities(None)).and_then(|rights| match rights == self.rights {
+            true => Ok(()),
+            false => set_capabilities(None, self.rights),
+        });
+        if rights.is_err() {
             abort();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_from_six_on_check_groups() {
+        let releases = ["5.7.0", "5.19.17-generic", "6.0.0-rc1", "6.18.44", "10.1"].map(checks_groups);
+        assert_eq!(releases, [false, false, true, true, true]);
+        assert!(!checks_groups("of another kind"));
     }
 }

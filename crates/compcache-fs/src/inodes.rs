@@ -35,12 +35,12 @@ use std::time::Duration;
 
 use compcache_cache::FileId;
 use fuser::INodeNo;
-use rustix::fs::{CWD, FileType, Mode, OFlags, Statx, fstatfs, openat};
+use rustix::fs::{CWD, FileType, Mode, OFlags, StatVfsMountFlags, Statx, fstatfs, fstatvfs, openat};
 use rustix::io::{self, Errno};
 
 use crate::kept::Kept;
 use crate::names::Names;
-use crate::stamp::{generation_of, id_of, look};
+use crate::stamp::{generation_of, id_of, look, mount_of};
 
 const DEVICE_SHIFT: u32 = 48;
 /// Descriptors that are not for files the kernel knows.
@@ -48,6 +48,9 @@ const SPARE: u64 = 256;
 /// How often, and for how long, a request waits for a descriptor.
 const ROOM_TRIES: u32 = 500;
 const ROOM_PAUSE: Duration = Duration::from_millis(2);
+/// What is not allowed of a file whose mount does not say what it forbids.
+const ALL_LIMITS: StatVfsMountFlags =
+    StatVfsMountFlags::NOSUID.union(StatVfsMountFlags::NODEV).union(StatVfsMountFlags::NOEXEC);
 /// Numbers that are nobody's below.
 const COUNTED: u64 = 0xffff << DEVICE_SHIFT;
 /// What statfs(2) calls NFS, CIFS, SMB, Ceph, both AFS, and 9P.
@@ -63,6 +66,9 @@ pub struct Node {
     /// Tells the file from one that had its number before; the same for as long as the kernel knows the file. What it comes from may change: on
     /// overlayfs, when a file is written to for the first time.
     pub generation: u64,
+    /// Which mount it was found on, and what that forbids and the kernel above does not: nothing on the root's, which ours is like.
+    mount: u64,
+    pub limits: StatVfsMountFlags,
     /// Opened with O_PATH: good for what takes a place in the tree, not for contents.
     fd: OwnedFd,
     /// Where it was found.
@@ -74,10 +80,11 @@ pub struct Node {
 }
 
 impl Node {
-    fn new(number: INodeNo, stat: &Statx, fd: OwnedFd) -> Node {
-        let (id, generation) = (id_of(stat), generation_of(stat));
+    fn new(number: INodeNo, stat: &Statx, limits: StatVfsMountFlags, fd: OwnedFd) -> Node {
+        let (id, generation, mount) = (id_of(stat), generation_of(stat), mount_of(stat));
         let names = Names::new(FileType::from_raw_mode(stat.stx_mode.into()).is_dir());
-        Node { number, id, generation, fd, names, kept: Mutex::default(), has_pages: AtomicBool::new(false) }
+        let (kept, has_pages) = (Mutex::default(), AtomicBool::new(false));
+        Node { number, id, generation, mount, limits, fd, names, kept, has_pages }
     }
 
     /// What is known of the file now.
@@ -191,7 +198,7 @@ impl Inodes {
         let fd = openat(CWD, source, directory, Mode::empty())?;
         let stat = look(&fd)?;
         let id = id_of(&stat);
-        let root = Arc::new(Node::new(INodeNo::ROOT, &stat, fd));
+        let root = Arc::new(Node::new(INodeNo::ROOT, &stat, StatVfsMountFlags::empty(), fd));
         let mut table = Table::new(id.dev);
         table.by_id.insert(id, INodeNo::ROOT.0);
         // Never forgotten.
@@ -228,15 +235,21 @@ impl Inodes {
 
     /// The file behind `fd`, opened with O_PATH and found under `name` in `parent`: that which the kernel knows already, or a new one. Counts as
     /// given to the kernel.
-    pub fn give(&self, fd: OwnedFd, parent: INodeNo, name: &OsStr) -> io::Result<(Arc<Node>, Statx)> {
+    pub fn give(&self, fd: OwnedFd, parent: &Node, name: &OsStr) -> io::Result<(Arc<Node>, Statx)> {
         let stat = look(&fd)?;
         Ok((self.give_as(fd, &stat, parent, name), stat))
     }
 
     /// The same of a file that looks like this.
-    fn give_as(&self, fd: OwnedFd, stat: &Statx, parent: INodeNo, name: &OsStr) -> Arc<Node> {
+    fn give_as(&self, fd: OwnedFd, stat: &Statx, parent: &Node, name: &OsStr) -> Arc<Node> {
         let id = id_of(stat);
         let dead = self.dead(id, stat, &fd);
+        let is_beside = mount_of(stat) == parent.mount;
+        // Asked outside the lock: the answer may come from a file server. And not for a file that is known, as most are where a mount begins.
+        let mut limits = is_beside.then_some(parent.limits);
+        if limits.is_none() && (dead.is_some() || self.known(id).is_none()) {
+            limits = Some(limits_of(&fd));
+        }
         let mut table = self.lock();
         if let Some(number) = table.by_id.get(&id).copied().filter(|number| Some(*number) != dead)
             && let Some(known) = table.by_number.get_mut(&number)
@@ -244,19 +257,21 @@ impl Inodes {
             known.lookups += 1;
             let node = known.node.clone();
             drop(table);
-            node.names.add(parent, name);
+            node.names.add(parent.number, name);
             return node;
         }
+        // Forgotten in the meantime, if not known.
+        let limits = limits.unwrap_or(ALL_LIMITS);
         let number = if dead.is_some() { self.next_counted() } else { self.number(&mut table, id) };
         // The kernel still calls another by the number that this one would have: one that is dead, whoever is known by its identity since.
         let number = if table.by_number.contains_key(&number) { self.next_counted() } else { number };
         let is_directory = FileType::from_raw_mode(stat.stx_mode.into()).is_dir();
-        let node = Arc::new(Node::new(INodeNo(number), stat, fd));
+        let node = Arc::new(Node::new(INodeNo(number), stat, limits, fd));
         table.by_id.insert(id, number);
         let met = (!is_directory).then(|| table.meet(number));
         table.by_number.insert(number, Known { node: node.clone(), lookups: 1, met });
         drop(table);
-        node.names.add(parent, name);
+        node.names.add(parent.number, name);
         node
     }
 
@@ -380,8 +395,12 @@ impl Inodes {
 
     /// An O_PATH descriptor for a file that is open.
     pub fn place_of(&self, open: &OwnedFd) -> io::Result<OwnedFd> {
-        let flags = OFlags::PATH | OFlags::CLOEXEC;
-        openat(&self.descriptors, open.as_raw_fd().to_string(), flags, Mode::empty())
+        self.anew(open, OFlags::PATH)
+    }
+
+    /// Opens what `fd` is a descriptor of.
+    pub fn anew(&self, fd: &OwnedFd, flags: OFlags) -> io::Result<OwnedFd> {
+        openat(&self.descriptors, fd.as_raw_fd().to_string(), flags | OFlags::CLOEXEC, Mode::empty())
     }
 
     fn number(&self, table: &mut Table, id: FileId) -> u64 {
@@ -400,6 +419,11 @@ impl Inodes {
 /// Whether a file is on a server, which may use its number again while we hold it.
 fn is_remote(fd: impl AsFd) -> bool {
     fstatfs(fd).is_ok_and(|stat| REMOTE.contains(&(stat.f_type as u32)))
+}
+
+/// What the mount forbids that `fd` lies on.
+fn limits_of(fd: &OwnedFd) -> StatVfsMountFlags {
+    fstatvfs(fd).map_or(ALL_LIMITS, |stat| stat.f_flag)
 }
 
 /// Lets the process hold as many files as it may, and returns how many: each that the kernel knows takes a descriptor.
@@ -427,8 +451,8 @@ mod tests {
         File::create(directory.path().join("a")).unwrap();
         std::fs::hard_link(directory.path().join("a"), directory.path().join("b")).unwrap();
         let inodes = Inodes::new(directory.path()).unwrap();
-        let (one, stat) = inodes.give(place(&directory.path().join("a")), INodeNo::ROOT, OsStr::new("a")).unwrap();
-        let (two, _) = inodes.give(place(&directory.path().join("b")), INodeNo::ROOT, OsStr::new("b")).unwrap();
+        let (one, stat) = inodes.give(place(&directory.path().join("a")), inodes.root(), OsStr::new("a")).unwrap();
+        let (two, _) = inodes.give(place(&directory.path().join("b")), inodes.root(), OsStr::new("b")).unwrap();
         assert!(Arc::ptr_eq(&one, &two), "two names, one file");
         assert_eq!(one.number.0, stat.stx_ino);
         let names = |node: Arc<Node>| node.names.all();
@@ -449,7 +473,7 @@ mod tests {
         let path = directory.path().join("f");
         File::create(&path).unwrap();
         let inodes = Inodes::new(directory.path()).unwrap();
-        let give = |stat: &Statx| inodes.give_as(place(&path), stat, INodeNo::ROOT, OsStr::new("f"));
+        let give = |stat: &Statx| inodes.give_as(place(&path), stat, inodes.root(), OsStr::new("f"));
         let stat = look(place(&path)).unwrap();
         let mut later = stat;
         later.stx_btime.tv_sec += 1;
@@ -473,7 +497,7 @@ mod tests {
         let path = |name: &str| directory.path().join(name);
         let _files = ["a", "b", "c"].map(|name| File::create(path(name)).unwrap());
         let inodes = Inodes::new(directory.path()).unwrap();
-        let give = |name: &str| inodes.give(place(&path(name)), INodeNo::ROOT, OsStr::new(name)).unwrap().0.number;
+        let give = |name: &str| inodes.give(place(&path(name)), inodes.root(), OsStr::new(name)).unwrap().0.number;
         let [a, _, c] = ["a", "b", "c"].map(give);
         for _ in 0..100 {
             inodes.forget(a, 1);
@@ -495,7 +519,7 @@ mod tests {
         let give = |name: usize| {
             let path = directory.path().join(name.to_string());
             File::create(&path).unwrap();
-            inodes.give(place(&path), INodeNo::ROOT, path.file_name().unwrap()).unwrap();
+            inodes.give(place(&path), inodes.root(), path.file_name().unwrap()).unwrap();
         };
         (0..16).for_each(give);
         assert!(inodes.is_crowded() && inodes.is_to_be_told() && !inodes.is_to_be_told());
@@ -531,7 +555,7 @@ mod tests {
         assert_eq!(inodes.number(&mut table, FileId { dev: 7, ino: 99 }), 99);
         assert_eq!(inodes.number(&mut table, FileId { dev: 8, ino: 99 }), 0xfffe << 48 | 99);
         assert_eq!(inodes.number(&mut table, FileId { dev: 7, ino: 1 }), COUNTED);
-        let (root, _) = inodes.give(place(directory.path()), INodeNo::ROOT, OsStr::new(".")).unwrap();
+        let (root, _) = inodes.give(place(directory.path()), inodes.root(), OsStr::new(".")).unwrap();
         assert_eq!(root.number, INodeNo::ROOT);
     }
 }

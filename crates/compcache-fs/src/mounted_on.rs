@@ -85,7 +85,7 @@ mod tests {
         let inodes = Inodes::new(directory.path()).unwrap();
         let number = |path: &str| {
             let fd = openat(CWD, directory.path().join(path), OFlags::PATH, Mode::empty()).unwrap();
-            inodes.give(fd, INodeNo::ROOT, OsStr::new(path)).unwrap().0.number
+            inodes.give(fd, inodes.root(), OsStr::new(path)).unwrap().0.number
         };
         let sub = number("sub");
         let has = |parent| MountedOn::read(TABLE, b"0:50", &inodes).has(&(parent, "f".into()));

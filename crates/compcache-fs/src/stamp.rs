@@ -25,7 +25,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use compcache_cache::FileId;
 use fuser::{FileAttr, FileType, INodeNo};
-use rustix::fs::{AtFlags, Statx, StatxFlags, StatxTimestamp, statx};
+use rustix::fs::{AtFlags, StatVfsMountFlags, Statx, StatxFlags, StatxTimestamp, statx};
 use rustix::io;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -71,7 +71,13 @@ pub fn now() -> Moment {
 
 /// Everything that is known of a file.
 pub fn look(fd: impl AsFd) -> io::Result<Statx> {
-    statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS | StatxFlags::BTIME)
+    statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS | StatxFlags::BTIME | StatxFlags::MNT_ID)
+}
+
+/// Which mount a file was found on; before Linux 5.8, which device.
+pub fn mount_of(stat: &Statx) -> u64 {
+    let is_told = StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::MNT_ID);
+    if is_told { stat.stx_mnt_id } else { id_of(stat).dev }
 }
 
 pub fn id_of(stat: &Statx) -> FileId {
@@ -94,8 +100,16 @@ pub fn generation_of(stat: &Statx) -> u64 {
     (stat.stx_btime.tv_sec as u64) << 30 ^ u64::from(stat.stx_btime.tv_nsec)
 }
 
-/// As the kernel is told of it, under the number `node`.
-pub fn attributes(stat: &Statx, node: INodeNo) -> FileAttr {
+/// As the kernel is told of it, under the number `node`, where what a mount with the flags `limits` forbids is to be so above: nobody is made another user by a file
+/// there, nor is a device opened.
+pub fn attributes(stat: &Statx, node: INodeNo, limits: StatVfsMountFlags) -> FileAttr {
+    let kind = kind_of_mode(u32::from(stat.stx_mode));
+    let is_harmless = kind == FileType::RegularFile && limits.contains(StatVfsMountFlags::NOSUID);
+    let (major, minor) = match limits.contains(StatVfsMountFlags::NODEV) {
+        // Nothing's number.
+        true => (0, 0),
+        false => (stat.stx_rdev_major, stat.stx_rdev_minor),
+    };
     FileAttr {
         ino: node,
         size: stat.stx_size,
@@ -104,12 +118,12 @@ pub fn attributes(stat: &Statx, node: INodeNo) -> FileAttr {
         mtime: system_time(&stat.stx_mtime),
         ctime: system_time(&stat.stx_ctime),
         crtime: system_time(&stat.stx_btime),
-        kind: kind_of_mode(u32::from(stat.stx_mode)),
-        perm: stat.stx_mode & 0o7777,
+        kind,
+        perm: stat.stx_mode & if is_harmless { 0o1777 } else { 0o7777 },
         nlink: stat.stx_nlink,
         uid: stat.stx_uid,
         gid: stat.stx_gid,
-        rdev: device_number(stat.stx_rdev_major, stat.stx_rdev_minor),
+        rdev: device_number(major, minor),
         blksize: stat.stx_blksize,
         flags: 0,
     }
@@ -185,7 +199,7 @@ mod tests {
     fn times_before_1970_keep_their_fraction() {
         let file = tempfile::tempfile().unwrap();
         file.set_modified(UNIX_EPOCH - Duration::from_millis(1750)).unwrap();
-        let shown = attributes(&look(&file).unwrap(), INodeNo(5)).mtime;
+        let shown = attributes(&look(&file).unwrap(), INodeNo(5), StatVfsMountFlags::empty()).mtime;
         assert_eq!(UNIX_EPOCH.duration_since(shown).unwrap(), Duration::from_millis(1750));
     }
 

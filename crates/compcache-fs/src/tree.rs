@@ -529,8 +529,8 @@ impl Filesystem for ByLibrary {
         attribute(reply, self.0.attribute_names(Caller::of(request), number, size));
     }
 
-    fn removexattr(&self, _: &Request, number: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+    fn removexattr(&self, request: &Request, number: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _then = self.0.soon_done();
-        empty(reply, self.0.remove_attribute(number, name));
+        empty(reply, self.0.remove_attribute(Caller::of(request), number, name));
     }
 }

@@ -157,7 +157,7 @@ mod tests {
 
     fn node(inodes: &Inodes, path: &Path) -> Arc<Node> {
         let place = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
-        inodes.give(place, INodeNo::ROOT, path.file_name().unwrap_or(OsStr::new("f"))).unwrap().0
+        inodes.give(place, inodes.root(), path.file_name().unwrap_or(OsStr::new("f"))).unwrap().0
     }
 
     fn one_file() -> (tempfile::TempDir, Inodes, Arc<Node>) {

@@ -29,16 +29,19 @@ pub struct Changes {
 impl Tree {
     pub fn attributes_of(&self, number: INodeNo, handle: Option<FileHandle>) -> io::Result<FileAttr> {
         // A file that was opened is asked itself: its node may be one the kernel has just forgotten.
-        let stat = match handle.and_then(|handle| self.files.asked(handle).ok()) {
-            Some(open) => look(&open.fd)?,
-            None => self.inodes.get(number)?.look()?,
-        };
-        Ok(self.shown(&stat, number))
+        match handle.and_then(|handle| self.files.asked(handle).ok()) {
+            Some(open) => Ok(self.shown(&look(&open.fd)?, &open.node)),
+            None => {
+                let node = self.inodes.get(number)?;
+                Ok(self.shown(&node.look()?, &node))
+            }
+        }
     }
 
     /// As programs see it: the kernel's number, but that of the root below.
-    pub fn shown(&self, stat: &Statx, number: INodeNo) -> FileAttr {
-        attributes(stat, if number == INodeNo::ROOT { INodeNo(stat.stx_ino) } else { number })
+    pub fn shown(&self, stat: &Statx, node: &Node) -> FileAttr {
+        let number = if node.number == INodeNo::ROOT { INodeNo(stat.stx_ino) } else { node.number };
+        attributes(stat, number, node.limits)
     }
 
     pub fn change(
@@ -66,7 +69,7 @@ impl Tree {
             };
             utimensat(CWD, node.path(), &times, AtFlags::empty())?;
         }
-        Ok(self.shown(&node.look()?, number))
+        Ok(self.shown(&node.look()?, &node))
     }
 
     /// Gives a file another length.

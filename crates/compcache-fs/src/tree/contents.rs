@@ -8,7 +8,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use compcache_cache::FileId;
 use compcache_store::Page;
 use fuser::{FileHandle, FopenFlags, INodeNo, OpenFlags, WriteFlags};
-use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fsync, openat, seek};
+use rustix::fs::{
+    FallocateFlags, FileType, Mode, OFlags, SeekFrom, StatVfsMountFlags, copy_file_range, fallocate, fdatasync, fsync,
+    openat, seek,
+};
 use rustix::io::{self, Errno};
 
 use super::names::Made;
@@ -25,6 +28,9 @@ const PAGE: u64 = 4096;
 /// Copied by one request, during which nobody who asked can be interrupted, nor killed. He goes on with the next; a multiple of what file systems share.
 const COPY_BYTES_MAX: u64 = 32 << 20;
 
+/// `FMODE_EXEC` among a file's flags: execve(2) opens it so.
+const TO_RUN: i32 = 0x20;
+
 /// lseek(2).
 const SEEK_DATA: i32 = 3;
 const SEEK_HOLE: i32 = 4;
@@ -32,6 +38,9 @@ const SEEK_HOLE: i32 = 4;
 impl Tree {
     pub fn open_file(&self, number: INodeNo, flags: OpenFlags) -> io::Result<(FileHandle, FopenFlags)> {
         let node = self.inodes.get(number)?;
+        if flags.0 & TO_RUN != 0 && node.limits.contains(StatVfsMountFlags::NOEXEC) {
+            return Err(Errno::ACCESS);
+        }
         let (fd, only_appends) = self.with_room(|| as_allowed(flags, |how| self.inodes.reach(&node, how)))?;
         Ok(self.opened(fd, only_appends, node, flags))
     }
@@ -50,19 +59,32 @@ impl Tree {
         // The kernel has checked that who asks may make a file there, and knows of none.
         let fresh = flags_below(flags) | OFlags::NOFOLLOW | OFlags::CREATE | OFlags::EXCL;
         let fresh = || openat(&parent, name, fresh, mode);
-        let (fd, only_appends) = match self.with_room(|| as_caller(caller, umask, fresh)) {
+        let (fd, only_appends, is_fresh) = match self.with_room(|| as_caller(caller, umask, fresh)) {
             // There is one by now, made behind the mount; nobody has checked who may open that.
             Err(Errno::EXIST) if !asked.contains(OFlags::EXCL) => {
-                let there = |how| openat(&parent, name, how | OFlags::NOFOLLOW | asked & OFlags::TRUNC, Mode::empty());
-                self.with_room(|| unchecked(caller, || as_allowed(flags, there)))?
+                let there = || unchecked(caller, || self.open_there(&parent, name, flags));
+                let (fd, only_appends) = self.with_room(there)?;
+                (fd, only_appends, false)
             }
-            other => (other?, false),
+            other => (other?, false, true),
         };
         // From the descriptor, not by name: that may be another's by now.
         self.has_nothing(id_of(&look(&fd)?));
         let made = self.made(self.with_room(|| self.inodes.place_of(&fd))?, &parent, name)?;
+        let made = if is_fresh { self.given(caller, &parent, made) } else { made };
         let (handle, how) = self.opened(fd, only_appends, made.node.clone(), flags);
         Ok((made, handle, how))
+    }
+
+    /// Opens the file that has this name already. What is no regular file is the kernel's to open, which is told that it knew another (ESTALE), and looks
+    /// again: here it might wait for another program (a FIFO), or do something (a device).
+    fn open_there(&self, parent: &Node, name: &OsStr, flags: OpenFlags) -> io::Result<(OwnedFd, bool)> {
+        let place = openat(parent, name, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+        if !FileType::from_raw_mode(look(&place)?.stx_mode.into()).is_file() {
+            return Err(Errno::STALE);
+        }
+        let cut = OFlags::from_bits_retain(flags.0 as u32) & OFlags::TRUNC;
+        as_allowed(flags, |how| self.inodes.anew(&place, how | cut))
     }
 
     fn opened(&self, fd: OwnedFd, only_appends: bool, node: Arc<Node>, flags: OpenFlags) -> (FileHandle, FopenFlags) {
@@ -297,13 +319,16 @@ fn flags_below(flags: OpenFlags) -> OFlags {
 #[cfg(test)]
 pub mod tests {
     use std::fs;
+    use std::os::unix::fs::symlink;
     use std::path::Path;
     use std::sync::mpsc::channel;
-    use std::thread::sleep;
+    use std::thread::{self, sleep};
     use std::time::Duration;
 
     use compcache_cache::Cache;
     use compcache_store::Codec;
+    use rustix::fs::{CWD, mknodat};
+    use rustix::process::{getegid, geteuid};
 
     use super::*;
     use crate::inodes::Inodes;
@@ -356,6 +381,34 @@ pub mod tests {
         tree.inodes.forget(node.number, 1);
         tree.was_changed(changed);
         assert_eq!(read(), "what was written then");
+    }
+
+    #[test]
+    fn what_was_made_behind_the_mount_in_place_of_a_new_file_is_opened_if_it_is_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        mknodat(CWD, path("fifo"), FileType::Fifo, Mode::from_raw_mode(0o666), 0).unwrap();
+        symlink(path("file"), path("link")).unwrap();
+        fs::write(path("file"), "there").unwrap();
+        let tree = tree(directory.path(), false);
+        let caller = Caller { uid: geteuid().as_raw(), gid: getegid().as_raw() };
+        let (send, made) = channel();
+        thread::spawn(move || {
+            for (name, flags) in [("fifo", OFlags::WRONLY), ("fifo", OFlags::RDONLY), ("link", OFlags::WRONLY)] {
+                let flags = OpenFlags((flags | OFlags::CREATE).bits() as i32);
+                let made = tree.create_file(caller, INodeNo::ROOT, name.as_ref(), 0o644, 0, flags);
+                send.send((name, made.map(drop))).unwrap();
+            }
+            let flags = OpenFlags((OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC).bits() as i32);
+            let made = tree.create_file(caller, INodeNo::ROOT, "file".as_ref(), 0o644, 0, flags);
+            send.send(("file", made.map(drop))).unwrap();
+        });
+        for (name, expected) in
+            [("fifo", Err(Errno::STALE)), ("fifo", Err(Errno::STALE)), ("link", Err(Errno::STALE)), ("file", Ok(()))]
+        {
+            assert_eq!(made.recv_timeout(Duration::from_secs(20)), Ok((name, expected)));
+        }
+        assert_eq!(fs::read(path("file")).unwrap(), b"", "it was to be emptied");
     }
 
     #[test]

@@ -8,13 +8,13 @@ use std::sync::Arc;
 use compcache_cache::FileId;
 use fuser::{FileAttr, INodeNo, RenameFlags};
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxFlags, linkat, mkdirat, mknodat, openat, readlinkat,
+    AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxFlags, chownat, linkat, mkdirat, mknodat, openat, readlinkat,
     renameat_with, statx, symlinkat, unlinkat,
 };
 use rustix::io;
 
 use super::{Notice, Tree};
-use crate::caller::{Caller, as_caller};
+use crate::caller::{Caller, as_caller, group_to_give};
 use crate::inodes::Node;
 use crate::stamp::{attributes, id_of};
 
@@ -26,7 +26,7 @@ pub struct Made {
 
 impl Made {
     pub fn attributes(&self) -> FileAttr {
-        attributes(&self.stat, self.node.number)
+        attributes(&self.stat, self.node.number, self.node.limits)
     }
 }
 
@@ -44,7 +44,7 @@ impl Tree {
     }
 
     pub fn made(&self, place: OwnedFd, parent: &Node, name: &OsStr) -> io::Result<Made> {
-        let (node, stat) = self.inodes.give(place, parent.number, name)?;
+        let (node, stat) = self.inodes.give(place, parent, name)?;
         if node.names.is_to_be_told() {
             self.tell(Notice::Superfluous(node.number));
         }
@@ -52,6 +52,21 @@ impl Tree {
             self.ask_for_room();
         }
         Ok(Made { node, stat })
+    }
+
+    /// What was made for `caller`, of the group that he has it made with. It stays of another where that cannot be.
+    pub fn given(&self, caller: Caller, parent: &Node, mut made: Made) -> Made {
+        let Some(group) = group_to_give(caller) else { return made };
+        // A directory may give its own to what is made in it.
+        let is_parents =
+            parent.look().map_or(true, |stat| Mode::from_raw_mode(stat.stx_mode.into()).contains(Mode::SGID));
+        if !is_parents
+            && chownat(&made.node, c"", None, Some(group), AtFlags::EMPTY_PATH).is_ok()
+            && let Ok(stat) = made.node.look()
+        {
+            made.stat = stat;
+        }
+        made
     }
 
     /// Calls `open`, and again if too many files are known for it.
@@ -77,7 +92,8 @@ impl Tree {
         let parent = self.inodes.get(parent)?;
         let (kind, bits) = (FileType::from_raw_mode(mode), Mode::from_raw_mode(mode));
         as_caller(caller, umask, || mknodat(&parent, name, kind, bits, device.into()))?;
-        self.find_in(&parent, name).inspect(|made| self.has_nothing(made.node.id))
+        let made = self.find_in(&parent, name).inspect(|made| self.has_nothing(made.node.id))?;
+        Ok(self.given(caller, &parent, made))
     }
 
     pub fn make_directory(
@@ -90,13 +106,13 @@ impl Tree {
     ) -> io::Result<Made> {
         let parent = self.inodes.get(parent)?;
         as_caller(caller, umask, || mkdirat(&parent, name, Mode::from_raw_mode(mode)))?;
-        self.find_in(&parent, name)
+        Ok(self.given(caller, &parent, self.find_in(&parent, name)?))
     }
 
     pub fn make_symlink(&self, caller: Caller, parent: INodeNo, name: &OsStr, target: &Path) -> io::Result<Made> {
         let parent = self.inodes.get(parent)?;
         as_caller(caller, 0, || symlinkat(target, &parent, name))?;
-        self.find_in(&parent, name)
+        Ok(self.given(caller, &parent, self.find_in(&parent, name)?))
     }
 
     pub fn make_link(&self, number: INodeNo, parent: INodeNo, name: &OsStr) -> io::Result<Made> {

@@ -216,7 +216,7 @@ impl Tree {
             opcode::LISTXATTR => {
                 self.attribute_names(caller, node, asked.u32_at(0)).map(|value| xattr_out(value, payload))
             }
-            opcode::REMOVEXATTR => self.remove_attribute(node, name(came)?.0).map(|()| 0),
+            opcode::REMOVEXATTR => self.remove_attribute(caller, node, name(came)?.0).map(|()| 0),
             _ => Err(Errno::NOSYS),
         }
     }

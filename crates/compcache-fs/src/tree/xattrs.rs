@@ -3,18 +3,21 @@
 use std::ffi::OsStr;
 
 use fuser::INodeNo;
-use rustix::fs::{XattrFlags, getxattr, getxattr_query, listxattr, removexattr, setxattr};
+use rustix::fs::{StatVfsMountFlags, XattrFlags, getxattr, getxattr_query, listxattr, removexattr, setxattr};
 use rustix::io::{self, Errno};
 
 use super::Tree;
 use super::control::Control;
-use crate::caller::Caller;
+use crate::caller::{Caller, unchecked};
 
 /// The kernel lists no more.
 const LIST_BYTES_MAX: usize = 64 << 10;
 
 /// What POSIX's ACLs are called as attributes.
 const ACLS: [&str; 2] = ["system.posix_acl_access", "system.posix_acl_default"];
+
+/// What rights a program gets that is run.
+const CAPABILITIES: &str = "security.capability";
 
 /// What is answered to who asks for a value.
 pub enum Value {
@@ -39,7 +42,11 @@ impl Tree {
         if let Some(read) = self.read_control(caller, number, name) {
             return Value::of(read?.into_bytes(), size_max);
         }
-        let path = self.inodes.get(number)?.path();
+        let node = self.inodes.get(number)?;
+        if name == CAPABILITIES && node.limits.contains(StatVfsMountFlags::NOSUID) {
+            return Err(Errno::NODATA);
+        }
+        let path = node.path();
         // The kernel asks for a file's ACL when somebody uses it who does not own it, and takes any other answer than "none" for a
         // failure of that use: also where the file system below has no ACLs of this kind, as NFS 4 has not.
         let without_acls = |error| match error {
@@ -83,10 +90,19 @@ impl Tree {
             return self.control(caller, control, value);
         }
         let node = self.inodes.get(number)?;
-        setxattr(node.path(), name, value, XattrFlags::from_bits_retain(flags as u32))
+        let set = || setxattr(node.path(), name, value, XattrFlags::from_bits_retain(flags as u32));
+        if is_checked(caller, name) { set() } else { unchecked(caller, set) }
     }
 
-    pub fn remove_attribute(&self, number: INodeNo, name: &OsStr) -> io::Result<()> {
-        removexattr(self.inodes.get(number)?.path(), name)
+    pub fn remove_attribute(&self, caller: Caller, number: INodeNo, name: &OsStr) -> io::Result<()> {
+        let node = self.inodes.get(number)?;
+        let remove = || removexattr(node.path(), name);
+        if is_checked(caller, name) { remove() } else { unchecked(caller, remove) }
     }
+}
+
+/// Whether the kernel above has decided that `caller` may change this. Attributes of the system, but for POSIX's ACLs, it leaves to the file system, which knows
+/// what they are (ACLs of NFS 4, for one); so do we.
+fn is_checked(caller: Caller, name: &OsStr) -> bool {
+    caller.uid == 0 || !name.as_encoded_bytes().starts_with(b"system.") || ACLS.iter().any(|acl| name == *acl)
 }

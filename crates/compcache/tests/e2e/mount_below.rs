@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::ptr;
@@ -312,18 +313,96 @@ assert os.pwrite(f, new, 0) == len(new)";
     }
 }
 
+/// A file system of which half is left for root.
+fn half_for_root(directory: &TempDir, options: &str) {
+    let image = directory.path().join("image");
+    File::create(&image).unwrap().set_len(64 << 20).unwrap();
+    run("mkfs.ext4", &["-q", "-m", "50", path(&image)]);
+    run("mount", &["-o", options, path(&image), path(&directory.path().join("source"))]);
+}
+
+#[test]
+fn what_is_left_for_a_group_below_is_not_used_up_by_others_because_the_server_is_in_it() {
+    if !can_mount(&["mount", "umount", "mkfs.ext4"]) || !requires(&[Feature::Loop]) {
+        return;
+    }
+    let directory = scratch();
+    let source = directory.path().join("source");
+    fs::create_dir(&source).unwrap();
+    half_for_root(&directory, "loop,resgid=1234");
+    let tree = Tree::mounted_in_group(directory, 1234, &["--allow-other"]);
+    let mut below = Below { tree: Some(tree), source };
+    let tree = below.tree();
+    fs::set_permissions(tree.source(), fs::Permissions::from_mode(0o777)).unwrap();
+    let refused = as_user(1001, 1001, || {
+        let mut file = File::create(tree.target().join("f"))?;
+        (0..64).try_for_each(|_| file.write_all(&[7; MIB]))?;
+        file.sync_all()
+    });
+    assert_eq!(refused.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+    assert!(free_mib(&tree.source()).0 >= 25, "{:?}", free_mib(&tree.source()));
+    below.tree().unmount();
+}
+
+#[test]
+fn what_a_mount_inside_the_source_forbids_is_forbidden_there() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let sticks = |directory: &TempDir| {
+        let source = directory.path().join("source");
+        run("mount", &["-t", "tmpfs", "none", path(&source)]);
+        for (name, options) in [("free", "exec"), ("nosuid", "nosuid"), ("nodev", "nodev"), ("noexec", "noexec")] {
+            fs::create_dir(source.join(name)).unwrap();
+            run("mount", &["-t", "tmpfs", "-o", options, "none", path(&source.join(name))]);
+        }
+    };
+    let mut below = Below::prepared(sticks, &["--allow-other"]);
+    let tree = below.tree();
+    let found = ["free", "nosuid", "nodev", "noexec"].map(|name| {
+        let (source, target) = (tree.source().join(name), tree.target().join(name));
+        fs::create_dir(source.join("d")).unwrap();
+        // In a directory of its own: what holds for a mount holds all the way down.
+        let (program, device) = (source.join("d/id"), source.join("d/null"));
+        fs::copy("/usr/bin/id", &program).unwrap();
+        let capabilities = [0x0200_0000u32, 1 << 10, 0, 0, 0].map(u32::to_le_bytes).concat();
+        let (at, kind) = (CString::new(path(&program)).unwrap(), c"security.capability".as_ptr());
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o6755)).unwrap();
+        let node = CString::new(path(&device)).unwrap();
+        // SAFETY: names and a value that live until each call returns.
+        unsafe {
+            assert_eq!(libc::setxattr(at.as_ptr(), kind, capabilities.as_ptr().cast(), capabilities.len(), 0), 0);
+            assert_eq!(libc::mknod(node.as_ptr(), libc::S_IFCHR | 0o666, libc::makedev(1, 3)), 0);
+        }
+        fs::set_permissions(&device, fs::Permissions::from_mode(0o666)).unwrap();
+        let (program, device) = (target.join("d/id"), target.join("d/null"));
+        let at = CString::new(path(&program)).unwrap();
+        // SAFETY: names that live until the call returns.
+        let has_capability = unsafe { libc::getxattr(at.as_ptr(), kind, ptr::null_mut(), 0) } > 0;
+        let mode = fs::metadata(&program).unwrap().mode() & 0o7777;
+        let ran = Command::new(&program).arg("-u").uid(1001).gid(1001).output();
+        let user = ran.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
+        let opened = as_user(1001, 1001, || File::open(&device).map(drop));
+        let error = |error: io::Error| error.raw_os_error();
+        (mode, has_capability, user.map_err(error), opened.map_err(error))
+    });
+    let ran = |user: &str| Ok(user.to_owned());
+    let expected = [
+        (0o6755, true, ran("0"), Ok(())),
+        (0o755, false, ran("1001"), Ok(())),
+        (0o6755, true, ran("0"), Err(Some(libc::ENXIO))),
+        (0o6755, true, Err(Some(libc::EACCES)), Ok(())),
+    ];
+    assert_eq!(found, expected);
+    below.tree().unmount();
+}
+
 #[test]
 fn what_is_left_for_root_below_is_not_used_up_by_others() {
     if !can_mount(&["mount", "umount", "mkfs.ext4"]) || !requires(&[Feature::Loop]) {
         return;
     }
-    let ext4 = |directory: &TempDir| {
-        let image = directory.path().join("image");
-        File::create(&image).unwrap().set_len(64 << 20).unwrap();
-        run("mkfs.ext4", &["-q", "-m", "50", path(&image)]);
-        run("mount", &["-o", "loop", path(&image), path(&directory.path().join("source"))]);
-    };
-    let mut below = Below::prepared(ext4, &["--allow-other"]);
+    let mut below = Below::prepared(|directory| half_for_root(directory, "loop"), &["--allow-other"]);
     let tree = below.tree();
     fs::set_permissions(tree.source(), fs::Permissions::from_mode(0o777)).unwrap();
     let free = || free_mib(&tree.source());

@@ -329,6 +329,56 @@ fn users_may_do_what_they_may_below_and_own_what_they_make() {
 }
 
 #[test]
+fn root_of_another_group_owns_what_he_makes_and_takes_no_rights_from_others() {
+    same(|at, log| {
+        let path = |name: &str| at.join(name);
+        fs::set_permissions(at, Permissions::from_mode(0o777)).unwrap();
+        // So often that each thread of the server has done it.
+        for _ in 0..40 {
+            step!(log, as_user(0, 1000, || fs::write(path("roots"), "1"))?);
+            step!(log, state(&path("roots"))?);
+            step!(log, as_user(1001, 1002, || fs::write(path("his"), "1"))?);
+            step!(log, state(&path("his"))?);
+            step!(log, unix::chown(path("his"), Some(1003), None)?);
+            step!(log, fs::remove_file(path("his"))?);
+            step!(log, fs::remove_file(path("roots"))?);
+        }
+    });
+}
+
+/// Where the file system below has them, as NFS 4 has; who may change one only that knows.
+#[test]
+fn lists_of_another_kind_are_changed_by_who_may_below() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&["--allow-other"]);
+    let (path, name) = (c(tree.target().join("f")), c"system.nfs4_acl");
+    fs::write(tree.target().join("f"), "root's").unwrap();
+    let mut list = vec![0u8; 4096];
+    let get = |list: &mut Vec<u8>| {
+        Ok(call!(getxattr(path.as_ptr(), name.as_ptr(), list.as_mut_ptr().cast(), list.len())) as usize)
+    };
+    let set = |list: &[u8]| -> io::Result<i64> {
+        Ok(call!(setxattr(path.as_ptr(), name.as_ptr(), list.as_ptr().cast(), list.len(), 0)))
+    };
+    let length: io::Result<usize> = get(&mut list);
+    match length {
+        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+            eprintln!("there are none here: this shows nothing")
+        }
+        length => {
+            list.truncate(length.unwrap());
+            let refused = as_user(1001, 1001, || set(&list)).unwrap_err().raw_os_error();
+            assert!([Some(libc::EPERM), Some(libc::EACCES)].contains(&refused), "{refused:?}");
+            unix::chown(tree.target().join("f"), Some(1001), Some(1001)).unwrap();
+            as_user(1001, 1001, || set(&list)).unwrap();
+        }
+    }
+    tree.unmount();
+}
+
+#[test]
 fn nobody_else_gets_in_if_that_was_not_asked_for() {
     if !can_mount(&[]) {
         return;

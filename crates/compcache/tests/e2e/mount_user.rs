@@ -11,12 +11,19 @@ const NOBODY: u32 = 65534;
 /// Where only root may open /dev/fuse, as in some containers, another node of the same device stands for it, as it is elsewhere.
 const OPEN_DEVICE: &str = r#"
 mknod fuse c 10 229; chmod 666 fuse; mount --bind fuse /dev/fuse
-exec setpriv --reuid=65534 --regid=65534 --clear-groups sh -euc "$1"
+[ -z "$2" ] || { echo user_allow_other >fuse.conf; mount --bind fuse.conf /etc/fuse.conf; }
+exec setpriv --reuid=65534 --regid=65534 --groups=1234 sh -euc "$1"
 "#;
 
-/// Runs a script as nobody, in a directory where `source` and `target` are his, and in a mount namespace of its own; what it prints.
+/// Runs a script as nobody, who is in the group 1234, too, in a directory where `source` and `target` are his, and in a mount namespace of its own; what it prints.
 #[track_caller]
 fn as_nobody(script: &str) -> String {
+    as_nobody_where("", script)
+}
+
+/// The same, where users may let others in on their mounts if `others` says something.
+#[track_caller]
+fn as_nobody_where(others: &str, script: &str) -> String {
     let place = scratch();
     fs::set_permissions(place.path(), Permissions::from_mode(0o755)).expect("ours");
     for name in ["source", "target"] {
@@ -33,7 +40,17 @@ trap 'kill -9 ${server:-} 2>/dev/null || true' EXIT
 "#;
     let mut command = Command::new("unshare");
     command
-        .args(["--mount", "--propagation", "private", "sh", "-euc", OPEN_DEVICE, "sh", &format!("{begin}{script}")])
+        .args([
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-euc",
+            OPEN_DEVICE,
+            "sh",
+            &format!("{begin}{script}"),
+            others,
+        ])
         .current_dir(place.path())
         .stdin(Stdio::null());
     let output = by_rings::mounting(|| command.output()).expect("there is unshare");
@@ -71,6 +88,35 @@ grep -c " $PWD/target " /proc/mounts || true
 "#,
     );
     assert_eq!(printed, "1\n600 65534\nnot given away\n1\nended 0\n0\n");
+}
+
+#[test]
+fn what_a_user_makes_as_one_of_another_group_is_that_groups() {
+    if !can() || !std::path::Path::new("/etc/fuse.conf").exists() {
+        return;
+    }
+    let printed = as_nobody_where(
+        "may be let in",
+        r#"
+mkdir source/shared; chmod 2777 source/shared
+for name in touch mkdir ln; do cp "$(command -v $name)" "source/$name"; chgrp 1234 "source/$name"; chmod 2755 "source/$name"; done
+./compcache mount --memory 8M --allow-other source target & server=$!
+mounted
+source/touch target/f target/shared/f
+source/mkdir target/d
+source/ln -s f target/l
+stat -c "%n %u %g" target/f target/d target/l target/shared/f
+stat -c "%n %u %g" source/f source/d source/l source/shared/f
+touch target/own; stat -c "%n %u %g" source/own
+./compcache umount target
+wait $server; echo "ended $?"
+"#,
+    );
+    let made = |place: &str| {
+        let named = |(name, group)| format!("{place}/{name} 65534 {group}\n");
+        [("f", 1234), ("d", 1234), ("l", 1234), ("shared/f", 65534)].map(named).concat()
+    };
+    assert_eq!(printed, format!("{}{}source/own 65534 65534\nended 0\n", made("target"), made("source")));
 }
 
 #[test]

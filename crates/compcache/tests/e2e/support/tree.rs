@@ -54,6 +54,16 @@ impl Tree {
         Tree::start(directory, true, None, &[], arguments)
     }
 
+    /// One in a directory where there may be a source already, whose server is in this group, too.
+    pub fn mounted_in_group(directory: TempDir, group: u32, arguments: &[&str]) -> Tree {
+        // SAFETY: it reads one number, which lives as long as the closure.
+        let set = move || match unsafe { libc::setgroups(1, &group) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        };
+        Tree::start(directory, false, Some(Box::new(set)), &[], arguments)
+    }
+
     /// One whose server may have so many files open.
     pub fn mounted_with_descriptors(descriptors: u64, arguments: &[&str]) -> Tree {
         let limit = libc::rlimit { rlim_cur: descriptors, rlim_max: descriptors };
