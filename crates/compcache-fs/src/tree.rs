@@ -29,7 +29,7 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use compcache_cache::Cache;
@@ -89,6 +89,8 @@ pub struct Tree {
     watches: Option<Arc<Watches>>,
     /// What the kernel is to be told, by a thread that serves no requests.
     notices: Sender<Notice>,
+    /// Held by the thread that waits for the end of a lease below.
+    leased: Mutex<()>,
     /// Requests are to come by io_uring, or do.
     pub by_rings: AtomicBool,
     /// Else: for the threads that serve, once there is a connection.
@@ -122,7 +124,7 @@ impl Tree {
     /// With what a thread that reads ahead is to serve.
     pub fn new(parts: Parts) -> (Tree, Jobs) {
         let Parts { inodes, cache, exclusive, remembered, whole_bytes, watches, notices, by_rings } = parts;
-        let (by_rings, linger) = (by_rings.into(), OnceLock::new());
+        let (leased, by_rings, linger) = (Mutex::default(), by_rings.into(), OnceLock::new());
         let (files, directories, lower) = (Handles::new(), Handles::new(), Lower::new());
         let (ahead, jobs) = Ahead::new();
         let tree = Tree {
@@ -137,6 +139,7 @@ impl Tree {
             whole_bytes,
             watches,
             notices,
+            leased,
             by_rings,
             linger,
         };

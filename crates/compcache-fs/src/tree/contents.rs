@@ -4,13 +4,15 @@ use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::sleep;
+use std::time::Duration;
 
 use compcache_cache::FileId;
 use compcache_store::Page;
 use fuser::{FileHandle, FopenFlags, INodeNo, OpenFlags, WriteFlags};
 use rustix::fs::{
-    FallocateFlags, FileType, Mode, OFlags, SeekFrom, StatVfsMountFlags, copy_file_range, fallocate, fdatasync, fsync,
-    openat, seek,
+    FallocateFlags, FileType, Mode, OFlags, SeekFrom, StatVfsMountFlags, copy_file_range, fallocate, fcntl_setfl,
+    fdatasync, fsync, openat, seek,
 };
 use rustix::io::{self, Errno};
 
@@ -31,6 +33,10 @@ const COPY_BYTES_MAX: u64 = 32 << 20;
 /// `FMODE_EXEC` among a file's flags: execve(2) opens it so.
 const TO_RUN: i32 = 0x20;
 
+/// How often an open is tried while another waits for a lease, and how long after one another.
+const LEASE_TRIES: u32 = 4;
+const LEASE_PAUSE: Duration = Duration::from_millis(5);
+
 /// lseek(2).
 const SEEK_DATA: i32 = 3;
 const SEEK_HOLE: i32 = 4;
@@ -41,7 +47,8 @@ impl Tree {
         if flags.0 & TO_RUN != 0 && node.limits.contains(StatVfsMountFlags::NOEXEC) {
             return Err(Errno::ACCESS);
         }
-        let (fd, only_appends) = self.with_room(|| as_allowed(flags, |how| self.inodes.reach(&node, how)))?;
+        let open = |how| self.past_leases(how, |how| self.inodes.reach(&node, how));
+        let (fd, only_appends) = self.with_room(|| as_allowed(flags, open))?;
         Ok(self.opened(fd, only_appends, node, flags))
     }
 
@@ -84,7 +91,24 @@ impl Tree {
             return Err(Errno::STALE);
         }
         let cut = OFlags::from_bits_retain(flags.0 as u32) & OFlags::TRUNC;
-        as_allowed(flags, |how| self.inodes.anew(&place, how | cut))
+        as_allowed(flags, |how| self.past_leases(how | cut, |how| self.inodes.anew(&place, how)))
+    }
+
+    /// Calls `open` with the flags `how`. Somebody may hold a lease on the file below, and has as long as `fs.lease-break-time` says to give it up (45 s): one thread at
+    /// a time waits for that, or one who holds many could have all of them wait. For others it is asked a few times more, and then who asks is told EWOULDBLOCK.
+    fn past_leases(&self, how: OFlags, open: impl Fn(OFlags) -> io::Result<OwnedFd>) -> io::Result<OwnedFd> {
+        for _ in 0..LEASE_TRIES {
+            match open(how | OFlags::NONBLOCK) {
+                Err(Errno::WOULDBLOCK) => {}
+                Err(error) => return Err(error),
+                Ok(fd) => return fcntl_setfl(&fd, how).map(|()| fd),
+            }
+            if let Ok(_waits) = self.leased.try_lock() {
+                return open(how);
+            }
+            sleep(LEASE_PAUSE);
+        }
+        Err(Errno::WOULDBLOCK)
     }
 
     fn opened(&self, fd: OwnedFd, only_appends: bool, node: Arc<Node>, flags: OpenFlags) -> (FileHandle, FopenFlags) {
@@ -322,8 +346,7 @@ pub mod tests {
     use std::os::unix::fs::symlink;
     use std::path::Path;
     use std::sync::mpsc::channel;
-    use std::thread::{self, sleep};
-    use std::time::Duration;
+    use std::thread;
 
     use compcache_cache::Cache;
     use compcache_store::Codec;

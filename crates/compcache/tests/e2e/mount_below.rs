@@ -345,6 +345,48 @@ fn what_is_left_for_a_group_below_is_not_used_up_by_others_because_the_server_is
 }
 
 #[test]
+fn who_holds_leases_below_keeps_nobody_waiting_but_who_opens_those_files() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    const FILES: usize = 40;
+    /// fcntl(2), of <asm-generic/fcntl.h>.
+    const F_SETSIG: i32 = 10;
+    let mut below = Below::mounted(&["-t", "tmpfs", "none"], &["--allow-other"]);
+    let tree = below.tree();
+    fs::write(tree.source().join("other"), "not leased").unwrap();
+    let held: Vec<File> = (0..FILES)
+        .map(|number| {
+            let file = File::create(tree.source().join(number.to_string())).unwrap();
+            // SAFETY: numbers only. The signal of a lease that is wanted is one that ends nobody.
+            unsafe {
+                assert_eq!(libc::fcntl(file.as_raw_fd(), F_SETSIG, libc::SIGURG), 0);
+                assert_eq!(libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK), 0);
+            }
+            file
+        })
+        .collect();
+    let (send, opened) = mpsc::channel();
+    for number in 0..FILES {
+        let (send, path) = (send.clone(), tree.target().join(number.to_string()));
+        thread::spawn(move || _ = send.send(File::open(path).map(drop).map_err(|error| error.raw_os_error())));
+    }
+    // All but one are told.
+    let told: Vec<_> = (1..FILES).map_while(|_| opened.recv_timeout(PATIENCE).ok()).collect();
+    let (send, read) = mpsc::channel();
+    let other = tree.target().join("other");
+    thread::spawn(move || _ = send.send(fs::read(other).unwrap()));
+    let read = read.recv_timeout(PATIENCE);
+    drop(held);
+    let last = opened.recv_timeout(PATIENCE);
+    assert_eq!(read.as_deref(), Ok(&b"not leased"[..]));
+    assert_eq!(told, [Err(Some(libc::EAGAIN)); FILES - 1]);
+    assert_eq!(last, Ok(Ok(())), "who waited");
+    File::open(tree.target().join("7")).unwrap();
+    below.tree().unmount();
+}
+
+#[test]
 fn what_a_mount_inside_the_source_forbids_is_forbidden_there() {
     if !can_mount(&["mount", "umount"]) {
         return;
