@@ -96,3 +96,20 @@ fn a_mount_whose_path_is_no_text_is_shown_changed_and_ended() {
     assert!(does(&["show", "--json"]).contains(&(4 << 20).to_string()));
     does(&["umount"]);
 }
+
+/// What asks for more, a module that is loaded from a descriptor for direct reads, needs a kernel that loads modules.
+#[test]
+fn the_kernel_is_told_the_largest_read_that_there_is_room_for() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted(&[]);
+    let mut tasks = fs::read_dir(format!("/proc/{}/task", tree.child.id())).unwrap();
+    let is_ring = |comm: &str| comm.starts_with("fuse-ring");
+    let by_rings = tasks.any(|task| fs::read_to_string(task.unwrap().path().join("comm")).is_ok_and(|it| is_ring(&it)));
+    let largest = format!("max_read={}", if by_rings { 256 << 10 } else { 1 << 20 });
+    let mounts = fs::read_to_string("/proc/mounts").unwrap();
+    let target = tree.target();
+    let line = mounts.lines().find(|line| line.split(' ').nth(1) == target.to_str()).unwrap();
+    assert!(line.split([' ', ',']).any(|option| option == largest), "{line}");
+}
