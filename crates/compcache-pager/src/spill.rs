@@ -399,25 +399,26 @@ impl Spill {
                 // The evictor sets a limit again, and what is above it is tried.
                 self.is_failing.store(false, Release);
             }
-            let is_busy = self.while_nobody_forks(pager, || {
+            // Whether there is more to do, and whether it is wanted though nothing was worth it: both are asked here, for a copy of the
+            // process would never be given a lock of the store's that this thread has.
+            let looked = self.while_nobody_forks(pager, || {
                 if !pager.store.wants_reclaim(&self.backing) {
                     if now_ns - tidied_ns > TIDY_NS {
                         self.backing.tidy(|| !pager.frozen.load(Acquire) && !pager.fork_turn.wants_to_freeze());
                         tidied_ns = now_ns;
                     }
-                    return false;
+                    return (false, false);
                 }
                 tried_ns = now_ns;
-                self.spill(pager)
+                let is_busy = self.spill(pager);
+                (is_busy, !is_busy && pager.store.wants_reclaim(&self.backing))
             });
             pager.tell_progress();
-            match is_busy {
-                Some(true) => {}
-                // Nothing is worth leaving, though it is wanted: the bell would be rung every millisecond.
-                Some(false) if pager.store.wants_reclaim(&self.backing) => {
-                    lock::wait(&AtomicU32::new(0), 0, Some(IN_VAIN_NS));
-                }
-                Some(false) => lock::wait(&self.bell, seen, Some(RETRY_NS)),
+            match looked {
+                Some((true, _)) => {}
+                // The bell would be rung every millisecond.
+                Some((false, true)) => lock::wait(&AtomicU32::new(0), 0, Some(IN_VAIN_NS)),
+                Some((false, false)) => lock::wait(&self.bell, seen, Some(RETRY_NS)),
                 None => lock::pause(),
             }
         }
