@@ -423,6 +423,7 @@ unsafe fn begin_again(pager: &'static Pager) {
         pager.channel.free_after_fork();
         pager.pool.free_reader_after_fork(PageIndex(pager.frozen_read.load(Acquire)));
     }
+    pager.turn.forget();
     pager.frozen.store(false, Release);
     pager.handler_cpu.store(cpus::NONE, Release);
     pager.settle.store(cpus::SETTLED, Release);

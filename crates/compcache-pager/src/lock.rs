@@ -54,6 +54,11 @@ impl Turn {
         }
     }
 
+    /// In a copy of the process: whoever wanted it, or waited, exists only in the parent.
+    pub fn forget(&self) {
+        self.0.store(NOBODY, Release);
+    }
+
     /// Waits until the other thread, if it wants the lock, has it.
     pub fn let_go_first(&self) {
         for _ in 0..SPINS {
@@ -190,5 +195,18 @@ mod tests {
         assert!(mutex.try_lock().is_none() && mutex.try_lock().is_none());
         drop(held);
         assert_eq!(*mutex.try_lock().unwrap(), 1);
+    }
+
+    #[test]
+    fn nobody_is_let_go_first_who_exists_only_in_the_parent() {
+        let turn = Turn::new();
+        for is_watched in [false, true] {
+            turn.want();
+            if is_watched {
+                turn.let_go_first();
+            }
+            turn.forget();
+            assert_eq!(turn.0.load(Acquire), NOBODY);
+        }
     }
 }
