@@ -353,6 +353,10 @@ impl Handler {
         mut state: Guard<'a, Box<State>>,
         page: u64,
     ) -> (Guard<'a, Box<State>>, Answer) {
+        if pager.spill.is_some() && pager.frozen.load(Acquire) {
+            // The file may take long, and what is told meanwhile a copy would not know: at least what was told before it does.
+            state = self.catch_up(pager, channel, state, false);
+        }
         if pager.frozen.load(Acquire) {
             let answer = self.attempt_frozen(pager, channel, &mut state, page);
             return (state, answer);

@@ -20,7 +20,7 @@
 use crate::events::EventLog;
 use crate::lock::{self, Guard, Mutex};
 use crate::memory::PAGE;
-use crate::pager::{Channel, NOTHING, Pager, State, Way};
+use crate::pager::{Channel, NOTHING, Pager, State, Way, clock_ns};
 use crate::shared::Trouble;
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
@@ -32,6 +32,8 @@ use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering
 
 const WAITING: u32 = 0;
 const RECOVERED: u32 = 1;
+/// So long it is waited for that no change of the map is untold: threads that do nothing but change it may leave no such moment.
+const QUIET_NS: u64 = 10_000_000;
 
 /// One fork at a time.
 pub struct ForkTurn {
@@ -314,9 +316,13 @@ pub fn serve(pager: &Pager) {
 }
 
 fn freeze(pager: &Pager) {
+    let channel = *pager.channel.lock();
+    let until_ns = clock_ns() + QUIET_NS;
     loop {
         let mut state = pager.state.lock();
-        if state.under_way == 0 && pager.is_settled(&state) && unstage_all(pager, &mut state) {
+        let is_ready = state.under_way == 0 && pager.is_settled(&state) && unstage_all(pager, &mut state);
+        // A copy would not know of what has changed and is not told yet.
+        if is_ready && (channel.is_none_or(|channel| channel.is_quiet()) || clock_ns() > until_ns) {
             pager.frozen.store(true, Release);
             return;
         }
