@@ -25,7 +25,7 @@ use crate::process;
 use crate::registrar::{Registered, Registrar};
 use crate::restore::restore_all;
 use crate::retire;
-use crate::shared::{Counters, Region, Totals};
+use crate::shared::{Counters, ProcessSlot, Region, Totals};
 use crate::staging::{GROUP, GROUPS_MAX, GROUPS_MIN, SHARE, Staging};
 use crate::sys::{self, Errno};
 use crate::unseen::Unseen;
@@ -617,8 +617,21 @@ fn register_patiently(channel: &Channel, range: Range<usize>) -> bool {
     false
 }
 
+/// The process's slot; another one if that was taken away, though this thread lives ([`ProcessSlot::is_of`]).
+fn own_slot(pager: &Pager) -> Option<&'static ProcessSlot> {
+    let thread = rustix::thread::gettid().as_raw_nonzero().get() as u32;
+    if pager.slot().is_some_and(|slot| !slot.is_of(thread)) {
+        pager.slot.store(0, Release);
+        pager.claim_slot();
+        // This is no other process.
+        let claimed = u64::from(pager.slot().is_some());
+        pager.region.header.processes_total.fetch_sub(claimed, Relaxed);
+    }
+    pager.slot()
+}
+
 fn publish(pager: &Pager, resident_pages: u64, ours_bytes: u64, copies: u64) {
-    let Some(slot) = pager.slot() else { return };
+    let Some(slot) = own_slot(pager) else { return };
     let stats = pager.pool.stats();
     let gauges = &slot.gauges;
     gauges.resident_bytes.store(resident_pages * PAGE as u64, Relaxed);

@@ -404,6 +404,14 @@ impl Region {
     }
 }
 
+impl ProcessSlot {
+    /// Whether it is that thread's still. In another PID namespace a thread may have the same number: if it dies as it claims the slot, and comes
+    /// too late, the kernel takes the slot for its own, and marks it.
+    pub fn is_of(&self, thread: u32) -> bool {
+        self.owner.load(Relaxed) == thread
+    }
+}
+
 impl Gauges {
     fn clear(&self) {
         for gauge in [
@@ -552,6 +560,21 @@ mod tests {
         slot.counters.spill_read_pages.store(7, Relaxed);
         assert_eq!((region.living().count(), region.retire_dead()), (taken, 1));
         assert_eq!((slot.owner.load(Relaxed), region.header.retired.spill_read_pages.load(Relaxed)), (0, 7));
+    }
+
+    #[test]
+    fn a_slot_that_was_marked_while_its_owner_lives_is_claimed_anew() {
+        let (region, thread) = (region(), rustix::thread::gettid().as_raw_nonzero().get() as u32);
+        RobustList::with_own(|list| {
+            let slot = region.claim(thread, 1, list).unwrap();
+            assert!(slot.is_of(thread));
+            // As the kernel does for the death of a thread of the same number.
+            slot.owner.fetch_or(OWNER_DIED, Relaxed);
+            assert!(!slot.is_of(thread) && region.living().count() == 0);
+            assert!(region.claim(thread, 1, list).is_some_and(|slot| slot.is_of(thread)));
+            assert_eq!(region.living().count(), 1);
+            list.watch(None);
+        });
     }
 
     #[test]
