@@ -245,11 +245,8 @@ impl Inodes {
         let id = id_of(stat);
         let dead = self.dead(id, stat, &fd);
         let is_beside = mount_of(stat) == parent.mount;
-        // Asked outside the lock: the answer may come from a file server. And not for a file that is known, as most are where a mount begins.
-        let mut limits = is_beside.then_some(parent.limits);
-        if limits.is_none() && (dead.is_some() || self.known(id).is_none()) {
-            limits = Some(limits_of(&fd));
-        }
+        // Asked outside the lock: the answer may come from a file server.
+        let limits = if is_beside { parent.limits } else { limits_of(&fd) };
         let mut table = self.lock();
         if let Some(number) = table.by_id.get(&id).copied().filter(|number| Some(*number) != dead)
             && let Some(known) = table.by_number.get_mut(&number)
@@ -260,8 +257,6 @@ impl Inodes {
             node.names.add(parent.number, name);
             return node;
         }
-        // Forgotten in the meantime, if not known.
-        let limits = limits.unwrap_or(ALL_LIMITS);
         let number = if dead.is_some() { self.next_counted() } else { self.number(&mut table, id) };
         // The kernel still calls another by the number that this one would have: one that is dead, whoever is known by its identity since.
         let number = if table.by_number.contains_key(&number) { self.next_counted() } else { number };

@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use compcache_cache::Cache;
-use compcache_fuse::{Linger, Rings, mounts, table_of_mounts, uppermost};
+use compcache_fuse::{Linger, OpenTable, Rings, mounts, table_of_mounts, uppermost};
 use compcache_store::Codec;
 use fuser::{BackgroundSession, Config, MountOption, Notifier, Session, SessionACL};
 use rustix::fs::{StatVfsMountFlags, fstatvfs};
@@ -253,7 +253,7 @@ impl Mount {
         }
         let notifier = session.notifier();
         let device = mount.at.line.as_ref().map(|line| line.device.clone()).unwrap_or_default();
-        let kernel = Kernel { notifier, inodes, device };
+        let kernel = Kernel { notifier, inodes, device, table: OpenTable::new().ok() };
         let tell = move || tell(&heard, &kernel);
         let started = thread::Builder::new().name("notices".into()).spawn(tell);
         started.map_err(|error| FsError::Thread { error })?;
@@ -447,11 +447,14 @@ struct Kernel {
     inodes: Arc<Inodes>,
     /// The mount's number in the table of mounts; empty where that cannot be read.
     device: Vec<u8>,
+    /// Open all the time: it is read when descriptors are short.
+    table: Option<OpenTable>,
 }
 
 impl Kernel {
     fn mounted_on(&self) -> MountedOn {
-        MountedOn::read(&table_of_mounts().unwrap_or_default(), &self.device, &self.inodes)
+        let table = self.table.as_ref().and_then(|table| table.read().ok()).unwrap_or_default();
+        MountedOn::read(&table, &self.device, &self.inodes)
     }
 
     /// Has it forget these names. Returns those that it must keep.

@@ -89,8 +89,8 @@ pub struct Tree {
     watches: Option<Arc<Watches>>,
     /// What the kernel is to be told, by a thread that serves no requests.
     notices: Sender<Notice>,
-    /// Held by the thread that waits for the end of a lease below.
-    leased: Mutex<()>,
+    /// Whose requests wait for the end of a lease below.
+    leased: Mutex<Vec<u32>>,
     /// Requests are to come by io_uring, or do.
     pub by_rings: AtomicBool,
     /// Else: for the threads that serve, once there is a connection.
@@ -331,9 +331,9 @@ impl Filesystem for ByLibrary {
         self.0.entry(reply, self.0.make_link(number, parent, name));
     }
 
-    fn open(&self, _: &Request, number: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+    fn open(&self, request: &Request, number: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let _then = self.0.soon_done();
-        let (handle, flags) = answered!(reply, self.0.open_file(number, flags));
+        let (handle, flags) = answered!(reply, self.0.open_file(Caller::of(request), number, flags));
         reply.opened(handle, flags);
     }
 

@@ -13,5 +13,5 @@ mod rings;
 
 pub use errors::told;
 pub use linger::{AfterThis, Linger};
-pub use mounts::{Mounted, mounts, table_of_mounts, unescape, uppermost};
+pub use mounts::{Mounted, OpenTable, mounts, table_of_mounts, unescape, uppermost};
 pub use rings::{Answer, Asked, ENABLED, QUEUES_MAX, Rings, Serve, queues};

@@ -9,8 +9,8 @@
 //! whole table.
 
 use std::ffi::OsStr;
-use std::fs;
-use std::io;
+use std::fs::File;
+use std::io::{self, Read, Seek};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -56,7 +56,31 @@ impl Mounted<'_> {
 /// # Errors
 /// There is no /proc.
 pub fn table_of_mounts() -> io::Result<Vec<u8>> {
-    fs::read("/proc/self/mountinfo")
+    OpenTable::new()?.read()
+}
+
+/// The table, open: to be read also where there is no descriptor to be had.
+pub struct OpenTable(File);
+
+impl OpenTable {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// There is no /proc, or no descriptor.
+    pub fn new() -> io::Result<OpenTable> {
+        File::open("/proc/self/mountinfo").map(OpenTable)
+    }
+
+    /// The table as it is now.
+    ///
+    /// # Errors
+    /// Whatever the system says.
+    pub fn read(&self) -> io::Result<Vec<u8>> {
+        let (mut file, mut table) = (&self.0, Vec::new());
+        file.rewind()?;
+        file.read_to_end(&mut table)?;
+        Ok(table)
+    }
 }
 
 /// What is in the table, in its order: what is mounted over something comes later, unless it was moved there.

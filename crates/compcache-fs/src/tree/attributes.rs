@@ -75,7 +75,7 @@ impl Tree {
     /// Gives a file another length.
     fn cut(&self, caller: Caller, node: &Node, handle: Option<FileHandle>, size_bytes: u64) -> io::Result<()> {
         let open = handle.and_then(|handle| self.files.asked(handle).ok()).filter(|open| open.writes);
-        let reach = || self.inodes.reach(node, OFlags::WRONLY | OFlags::NONBLOCK);
+        let reach = || self.past_leases(caller, OFlags::WRONLY, |how| self.inodes.reach(node, how));
         let reached = if open.is_some() { None } else { Some(self.with_room(reach)?) };
         let cut = || match (&open, &reached) {
             (Some(open), _) => ftruncate(&open.fd, size_bytes),

@@ -37,17 +37,44 @@ const TO_RUN: i32 = 0x20;
 const LEASE_TRIES: u32 = 4;
 const LEASE_PAUSE: Duration = Duration::from_millis(5);
 
+/// How many requests may wait for leases.
+const LEASE_WAITERS_MAX: usize = 2;
+
+/// A request of this user waits for the end of a lease.
+struct LeaseWaiter<'t> {
+    all: &'t Mutex<Vec<u32>>,
+    uid: u32,
+}
+
+impl<'t> LeaseWaiter<'t> {
+    /// None where as many wait as may.
+    fn new(all: &'t Mutex<Vec<u32>>, uid: u32) -> Option<LeaseWaiter<'t>> {
+        let mut waiting = all.lock().unwrap_or_else(PoisonError::into_inner);
+        let may_wait = waiting.len() < LEASE_WAITERS_MAX && !waiting.contains(&uid);
+        may_wait.then(|| {
+            waiting.push(uid);
+            LeaseWaiter { all, uid }
+        })
+    }
+}
+
+impl Drop for LeaseWaiter<'_> {
+    fn drop(&mut self) {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner).retain(|uid| *uid != self.uid);
+    }
+}
+
 /// lseek(2).
 const SEEK_DATA: i32 = 3;
 const SEEK_HOLE: i32 = 4;
 
 impl Tree {
-    pub fn open_file(&self, number: INodeNo, flags: OpenFlags) -> io::Result<(FileHandle, FopenFlags)> {
+    pub fn open_file(&self, caller: Caller, number: INodeNo, flags: OpenFlags) -> io::Result<(FileHandle, FopenFlags)> {
         let node = self.inodes.get(number)?;
         if flags.0 & TO_RUN != 0 && node.limits.contains(StatVfsMountFlags::NOEXEC) {
             return Err(Errno::ACCESS);
         }
-        let open = |how| self.past_leases(how, |how| self.inodes.reach(&node, how));
+        let open = |how| self.past_leases(caller, how, |how| self.inodes.reach(&node, how));
         let (fd, only_appends) = self.with_room(|| as_allowed(flags, open))?;
         Ok(self.opened(fd, only_appends, node, flags))
     }
@@ -69,7 +96,7 @@ impl Tree {
         let (fd, only_appends, is_fresh) = match self.with_room(|| as_caller(caller, umask, fresh)) {
             // There is one by now, made behind the mount; nobody has checked who may open that.
             Err(Errno::EXIST) if !asked.contains(OFlags::EXCL) => {
-                let there = || unchecked(caller, || self.open_there(&parent, name, flags));
+                let there = || unchecked(caller, || self.open_there(caller, &parent, name, flags));
                 let (fd, only_appends) = self.with_room(there)?;
                 (fd, only_appends, false)
             }
@@ -85,25 +112,32 @@ impl Tree {
 
     /// Opens the file that has this name already. What is no regular file is the kernel's to open, which is told that it knew another (ESTALE), and looks
     /// again: here it might wait for another program (a FIFO), or do something (a device).
-    fn open_there(&self, parent: &Node, name: &OsStr, flags: OpenFlags) -> io::Result<(OwnedFd, bool)> {
+    fn open_there(&self, caller: Caller, parent: &Node, name: &OsStr, flags: OpenFlags) -> io::Result<(OwnedFd, bool)> {
         let place = openat(parent, name, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
         if !FileType::from_raw_mode(look(&place)?.stx_mode.into()).is_file() {
             return Err(Errno::STALE);
         }
         let cut = OFlags::from_bits_retain(flags.0 as u32) & OFlags::TRUNC;
-        as_allowed(flags, |how| self.past_leases(how | cut, |how| self.inodes.anew(&place, how)))
+        as_allowed(flags, |how| self.past_leases(caller, how | cut, |how| self.inodes.anew(&place, how)))
     }
 
-    /// Calls `open` with the flags `how`. Somebody may hold a lease on the file below, and has as long as `fs.lease-break-time` says to give it up (45 s): one thread at
-    /// a time waits for that, or one who holds many could have all of them wait. For others it is asked a few times more, and then who asks is told EWOULDBLOCK.
-    fn past_leases(&self, how: OFlags, open: impl Fn(OFlags) -> io::Result<OwnedFd>) -> io::Result<OwnedFd> {
+    /// Calls `open` with the flags `how`. Somebody may hold a lease on the file below, and has as long as `fs.lease-break-time` says to give it up (45 s): a thread waits
+    /// for that, for one request of a user and for two at a time, or one who holds many could have all of them wait. For others it is asked a few times more, and then
+    /// who asks is told EWOULDBLOCK.
+    pub fn past_leases(
+        &self,
+        caller: Caller,
+        how: OFlags,
+        open: impl Fn(OFlags) -> io::Result<OwnedFd>,
+    ) -> io::Result<OwnedFd> {
         for _ in 0..LEASE_TRIES {
             match open(how | OFlags::NONBLOCK) {
                 Err(Errno::WOULDBLOCK) => {}
                 Err(error) => return Err(error),
                 Ok(fd) => return fcntl_setfl(&fd, how).map(|()| fd),
             }
-            if let Ok(_waits) = self.leased.try_lock() {
+            self.call_another();
+            if let Some(_waits) = LeaseWaiter::new(&self.leased, caller.uid) {
                 return open(how);
             }
             sleep(LEASE_PAUSE);
@@ -391,7 +425,7 @@ pub mod tests {
         fs::write(&path, "what was there before").unwrap();
         let node = tree.find(INodeNo::ROOT, OsStr::new("f")).unwrap().node;
         let changed = Changed { number: node.number, id: node.id };
-        let handle = tree.open_file(node.number, OpenFlags(0)).unwrap().0;
+        let handle = tree.open_file(Caller { uid: 0, gid: 0 }, node.number, OpenFlags(0)).unwrap().0;
         let read = || {
             let mut read = Vec::new();
             tree.read_file(handle, 0, 100, &mut read);
@@ -441,7 +475,7 @@ pub mod tests {
         let tree = tree(directory.path(), false);
         let open = || {
             let number = tree.find(INodeNo::ROOT, OsStr::new("f")).unwrap().node.number;
-            let (handle, how) = tree.open_file(number, OpenFlags(0)).unwrap();
+            let (handle, how) = tree.open_file(Caller { uid: 0, gid: 0 }, number, OpenFlags(0)).unwrap();
             (handle, how.contains(FopenFlags::FOPEN_KEEP_CACHE))
         };
         for content in ["one", "another"] {

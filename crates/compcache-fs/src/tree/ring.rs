@@ -149,7 +149,7 @@ impl Tree {
                 Ok(self.entry_out(&made, payload))
             }
             opcode::OPEN => {
-                let (handle, how) = self.open_file(node, OpenFlags(asked.u32_at(0) as i32))?;
+                let (handle, how) = self.open_file(caller, node, OpenFlags(asked.u32_at(0) as i32))?;
                 Ok(put(payload, &[&open_out(handle, how)]))
             }
             opcode::CREATE => {

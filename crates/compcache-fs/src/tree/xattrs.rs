@@ -53,27 +53,35 @@ impl Tree {
             Errno::OPNOTSUPP if ACLS.iter().any(|acl| name == *acl) => Errno::NODATA,
             error => error,
         };
-        if size_max == 0 {
-            return getxattr_query(&path, name).map(Value::Length).map_err(without_acls);
-        }
-        let mut value = vec![0; size_max as usize];
-        let length = getxattr(&path, name, &mut *value).map_err(without_acls)?;
-        if length > value.len() {
-            return Err(Errno::RANGE);
-        }
-        value.truncate(length);
-        Ok(Value::Bytes(value))
+        let get = || {
+            if size_max == 0 {
+                return getxattr_query(&path, name).map(Value::Length).map_err(without_acls);
+            }
+            let mut value = vec![0; size_max as usize];
+            let length = getxattr(&path, name, &mut *value).map_err(without_acls)?;
+            if length > value.len() {
+                return Err(Errno::RANGE);
+            }
+            value.truncate(length);
+            Ok(Value::Bytes(value))
+        };
+        if is_checked(caller, name) { get() } else { unchecked(caller, get) }
     }
 
-    /// The names; those that begin with `trusted.` for root alone, as file systems list them.
+    /// The names; those that begin with `trusted.` for root alone, as file systems list them, and none that has no value here.
     pub fn attribute_names(&self, caller: Caller, number: INodeNo, size_max: u32) -> io::Result<Value> {
         let node = self.inodes.get(number)?;
         let mut names = vec![0; LIST_BYTES_MAX];
         let length = listxattr(node.path(), &mut *names)?;
         names.truncate(length);
-        if caller.uid != 0 {
-            let each = names.split_inclusive(|byte| *byte == 0);
-            names = each.filter(|name| !name.starts_with(b"trusted.")).flatten().copied().collect();
+        let has_no_capabilities = node.limits.contains(StatVfsMountFlags::NOSUID);
+        if caller.uid != 0 || has_no_capabilities {
+            let is_listed = |name: &&[u8]| {
+                let is_roots = name.starts_with(b"trusted.") && caller.uid != 0;
+                let is_theirs = has_no_capabilities && name.strip_suffix(b"\0") == Some(CAPABILITIES.as_bytes());
+                !is_roots && !is_theirs
+            };
+            names = names.split_inclusive(|byte| *byte == 0).filter(is_listed).flatten().copied().collect();
         }
         Value::of(names, size_max)
     }
@@ -101,7 +109,7 @@ impl Tree {
     }
 }
 
-/// Whether the kernel above has decided that `caller` may change this. Attributes of the system, but for POSIX's ACLs, it leaves to the file system, which knows
+/// Whether the kernel above has decided that `caller` may read or change this. Attributes of the system, but for POSIX's ACLs, it leaves to the file system, which knows
 /// what they are (ACLs of NFS 4, for one); so do we.
 fn is_checked(caller: Caller, name: &OsStr) -> bool {
     caller.uid == 0 || !name.as_encoded_bytes().starts_with(b"system.") || ACLS.iter().any(|acl| name == *acl)
