@@ -252,70 +252,81 @@ fn long_reads_of_what_nobody_else_reads_are_direct() {
     unsafe { libc::munmap(map, content.len()) };
 }
 
-/// What is read ahead of who reads in order is not older than that read. Read with O_DIRECT: the kernel keeps nothing then.
 #[test]
 fn what_is_read_ahead_is_what_the_file_has() {
     if !can_mount(&[]) {
         return;
     }
-    const AT_ONCE: usize = 128 << 10;
     for (exclusive, downwards) in [(false, false), (false, true), (true, false), (true, true)] {
-        let options = if exclusive { vec!["--memory", "64M", "--exclusive"] } else { vec!["--memory", "64M"] };
-        let mut tree = Tree::mounted(&options);
-        let mut content = text(8 * MIB, 1);
-        fs::write(tree.source().join("f"), &content).unwrap();
-        thread::sleep(SETTLED);
-        let read_below = || {
-            let io = fs::read_to_string(format!("/proc/{}/io", tree.child.id())).unwrap();
-            io.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse::<usize>().unwrap()
-        };
-        let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(tree.target().join("f")).unwrap();
-        let places = 8 * MIB / AT_ONCE;
-        let place = |number: usize| if downwards { places - 1 - number } else { number } * AT_ONCE;
-        let read = |from: usize, to: usize, content: &[u8]| {
-            let mut into = vec![0; AT_ONCE];
-            for at in (from..to).map(place) {
-                file.read_exact_at(&mut into, at as u64).unwrap();
-                assert!(into == content[at..at + AT_ONCE], "{options:?} {downwards} at {at}");
-            }
-        };
-        let write = |directory: &Path, number: usize, which: u32, content: &mut [u8]| {
-            let (new, at) = (text(5000, which), place(number) + 100);
-            File::options().write(true).open(directory.join("f")).unwrap().write_all_at(&new, at as u64).unwrap();
-            content[at..at + new.len()].copy_from_slice(&new);
-        };
-        // What comes after these is there when it returns.
-        let read_and_ahead = |from: usize, to: usize, content: &[u8]| {
-            let before = read_below();
-            read(from, to, content);
-            let give_up = Instant::now() + PATIENCE;
-            while read_below() < before + (to - from + 2) * AT_ONCE {
-                assert!(Instant::now() < give_up, "{options:?} {downwards}: nothing read ahead of {to}");
-                thread::sleep(Duration::from_millis(10));
-            }
-            thread::sleep(Duration::from_millis(50));
-        };
-        // Through the mount, in what was read ahead; then behind it, if that may be.
-        read_and_ahead(0, 4, &content);
-        write(&tree.target(), 4, 2, &mut content);
-        read(4, 12, &content);
-        thread::sleep(Duration::from_millis(1200));
-        read_and_ahead(12, 20, &content);
-        write(&if exclusive { tree.target() } else { tree.source() }, 20, 3, &mut content);
-        read(20, 30, &content);
-        thread::sleep(Duration::from_millis(1200));
-        read_and_ahead(30, 36, &content);
-        // And it ends before that.
-        if !downwards {
-            let end = place(36) as u64 + 5000;
-            File::options().write(true).open(tree.target().join("f")).unwrap().set_len(end).unwrap();
-            let mut into = vec![0; AT_ONCE];
-            assert_eq!(file.read_at(&mut into, place(36) as u64).unwrap(), 5000);
-            assert!(into[..5000] == content[place(36)..][..5000]);
-        }
-        drop(file);
-        tree.unmount();
+        // Nothing is read ahead of who is slow, which a busy machine makes him.
+        let is_shown = (0..4).any(|_| reads_ahead_what_the_file_has(exclusive, downwards).is_some());
+        assert!(is_shown, "{exclusive} {downwards}: nothing is read ahead");
     }
+}
+
+/// What is read ahead of who reads in order is not older than that read. Read with O_DIRECT: the kernel keeps nothing then. `None` where nothing was read
+/// ahead.
+fn reads_ahead_what_the_file_has(exclusive: bool, downwards: bool) -> Option<()> {
+    const AT_ONCE: usize = 128 << 10;
+    let options = if exclusive { vec!["--memory", "64M", "--exclusive"] } else { vec!["--memory", "64M"] };
+    let mut tree = Tree::mounted(&options);
+    let mut content = text(8 * MIB, 1);
+    fs::write(tree.source().join("f"), &content).unwrap();
+    thread::sleep(SETTLED);
+    let read_below = || {
+        let io = fs::read_to_string(format!("/proc/{}/io", tree.child.id())).unwrap();
+        io.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse::<usize>().unwrap()
+    };
+    let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(tree.target().join("f")).unwrap();
+    let places = 8 * MIB / AT_ONCE;
+    let place = |number: usize| if downwards { places - 1 - number } else { number } * AT_ONCE;
+    let read = |from: usize, to: usize, content: &[u8]| {
+        let mut into = vec![0; AT_ONCE];
+        for at in (from..to).map(place) {
+            file.read_exact_at(&mut into, at as u64).unwrap();
+            assert!(into == content[at..at + AT_ONCE], "{options:?} {downwards} at {at}");
+        }
+    };
+    let write = |directory: &Path, number: usize, which: u32, content: &mut [u8]| {
+        let (new, at) = (text(5000, which), place(number) + 100);
+        File::options().write(true).open(directory.join("f")).unwrap().write_all_at(&new, at as u64).unwrap();
+        content[at..at + new.len()].copy_from_slice(&new);
+    };
+    // What comes after these is there when it returns.
+    let read_and_ahead = |from: usize, to: usize, content: &[u8]| {
+        let before = read_below();
+        read(from, to, content);
+        let give_up = Instant::now() + PATIENCE / 4;
+        while read_below() < before + (to - from + 2) * AT_ONCE {
+            if Instant::now() > give_up {
+                return None;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        thread::sleep(Duration::from_millis(50));
+        Some(())
+    };
+    // Through the mount, in what was read ahead; then behind it, if that may be.
+    read_and_ahead(0, 4, &content)?;
+    write(&tree.target(), 4, 2, &mut content);
+    read(4, 12, &content);
+    thread::sleep(Duration::from_millis(1200));
+    read_and_ahead(12, 20, &content)?;
+    write(&if exclusive { tree.target() } else { tree.source() }, 20, 3, &mut content);
+    read(20, 30, &content);
+    thread::sleep(Duration::from_millis(1200));
+    read_and_ahead(30, 36, &content)?;
+    // And it ends before that.
+    if !downwards {
+        let end = place(36) as u64 + 5000;
+        File::options().write(true).open(tree.target().join("f")).unwrap().set_len(end).unwrap();
+        let mut into = vec![0; AT_ONCE];
+        assert_eq!(file.read_at(&mut into, place(36) as u64).unwrap(), 5000);
+        assert!(into[..5000] == content[place(36)..][..5000]);
+    }
+    drop(file);
+    tree.unmount();
+    Some(())
 }
 
 #[test]
