@@ -28,7 +28,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 /// Marks a region as ours: `"CMPCRUN1"`.
 pub const MAGIC: u64 = 0x314e_5552_4350_4d43;
 /// Changes with the layout; a pager refuses a region of another version.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 /// How many processes of one tree can be paged at once; the ones beyond run with the cap of a lone process.
 pub const SLOTS: usize = 1024;
 /// Set by the kernel in a robust futex whose owner died.
@@ -114,8 +114,10 @@ pub struct Gauges {
     pub mem_used_total_bytes: AtomicU64,
     /// Pages in spill files, and not in the pool.
     pub spilled_pages: AtomicU64,
-    /// Bytes of this process's spill file that are in use.
+    /// Bytes of this process's spill file that are in use, but for what is being written.
     pub spill_bytes: AtomicU64,
+    /// Bytes that it is about to write there, or writes.
+    pub spill_flying_bytes: AtomicU64,
 }
 
 /// One process of the tree.
@@ -425,6 +427,7 @@ impl Gauges {
             &self.mem_used_total_bytes,
             &self.spilled_pages,
             &self.spill_bytes,
+            &self.spill_flying_bytes,
         ] {
             gauge.store(0, Relaxed);
         }

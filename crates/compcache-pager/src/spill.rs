@@ -442,7 +442,8 @@ impl Spill {
     fn spill(&self, pager: &Pager) -> bool {
         self.publish(pager);
         // However much the file could have: others' files share that, and cleaning begins when there is little of it.
-        self.backing.set_room_bytes(self.files.room_bytes());
+        let gauges = pager.slot().map(|slot| &slot.gauges);
+        self.backing.set_room_bytes(self.files.begin(gauges));
         let reclaimed = pager.store.reclaim(&mut self.worker.lock(), &self.backing);
         if let (Ok(reclaimed), Some(slot)) = (&reclaimed, pager.slot()) {
             let written = slot.counters.spill_written_pages.fetch_add(reclaimed.pages as u64, Relaxed);
@@ -452,10 +453,10 @@ impl Spill {
             }
         }
         self.publish(pager);
+        self.files.end(gauges);
         match (reclaimed, self.backing.health()) {
             (Ok(reclaimed), Health::Good) => !reclaimed.finished,
             (Err(MediumError::System { errno }), _) => self.fail(pager, SpillNews::WriteFailed, errno),
-            (Ok(_) | Err(MediumError::NoSpace), _) if !self.files.has_room() => self.fail(pager, SpillNews::Max, 0),
             (Ok(_), Health::Full) => self.fail(pager, self.why_full(SpillNews::Max), 0),
             (Err(MediumError::NoSpace), _) => self.fail(pager, SpillNews::NoSpace, 0),
             (..) => self.fail(pager, SpillNews::WriteFailed, 0),
@@ -467,7 +468,7 @@ impl Spill {
         let bytes = self.file_bytes();
         self.files.used_bytes.store(bytes, Relaxed);
         if let Some(slot) = pager.slot() {
-            slot.gauges.spill_bytes.store(bytes, Relaxed);
+            slot.gauges.spill_bytes.store(bytes, SeqCst);
         }
     }
 

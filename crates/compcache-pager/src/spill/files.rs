@@ -4,7 +4,7 @@ use super::PARTS;
 use crate::lock::Mutex;
 use crate::pager::clock_ns;
 use crate::process;
-use crate::shared::Region;
+use crate::shared::{Gauges, Region};
 use alloc::sync::Arc;
 use compcache_store::{FileMedium, Medium, MediumError};
 use core::ffi::CStr;
@@ -44,17 +44,33 @@ impl PartFiles {
         }
     }
 
-    /// What the tree may use beside what it uses. What is being written does not count: a file that is at its last segment would
-    /// have no room for what was just begun.
-    pub fn room_bytes(&self) -> u64 {
+    /// What the tree may use beside what it uses, for the next segment of the process that has `gauges`. What others write counts, and this
+    /// one says of its segment that it does before it looks what they write, so that no two have the last room; both may find none.
+    /// Where there is none for it only a flight that gives back what it takes can begin, and it says so no more.
+    pub fn begin(&self, gauges: Option<&Gauges>) -> u64 {
         let max = self.region.header.spill_max_bytes.load(Relaxed);
-        let all: u64 = self.region.living().map(|slot| slot.gauges.spill_bytes.load(Relaxed)).sum();
-        if max == 0 { u64::MAX } else { max.saturating_sub(all.max(self.used_bytes.load(Relaxed))) }
+        if max == 0 {
+            return u64::MAX;
+        }
+        let own_flying = gauges.map(|gauges| &gauges.spill_flying_bytes);
+        own_flying.inspect(|flying| flying.store(self.segment_bytes, SeqCst));
+        let is_own = |flying: &AtomicU64| own_flying.is_some_and(|own| core::ptr::eq(own, flying));
+        let (mut used_bytes, mut others_flying_bytes) = (0, 0);
+        for Gauges { spill_bytes, spill_flying_bytes, .. } in self.region.living().map(|slot| &slot.gauges) {
+            // What has arrived is in use before it flies no more.
+            others_flying_bytes += if is_own(spill_flying_bytes) { 0 } else { spill_flying_bytes.load(SeqCst) };
+            used_bytes += spill_bytes.load(SeqCst);
+        }
+        let room_bytes = max.saturating_sub(used_bytes.max(self.used_bytes.load(Relaxed)) + others_flying_bytes);
+        if room_bytes < 2 * self.segment_bytes {
+            self.end(gauges);
+        }
+        room_bytes
     }
 
-    /// Whether one more segment is within that.
-    pub fn has_room(&self) -> bool {
-        self.room_bytes() >= self.segment_bytes
+    /// Nothing is written any more.
+    pub fn end(&self, gauges: Option<&Gauges>) {
+        gauges.inspect(|gauges| gauges.spill_flying_bytes.store(0, SeqCst));
     }
 }
 
@@ -69,9 +85,6 @@ impl Medium for PartMedium {
 
     fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError> {
         let (file, offset_bytes) = self.0.of(offset_bytes);
-        if !self.0.has_room() {
-            return Err(MediumError::NoSpace);
-        }
         file.ok_or(MediumError::Forked)?.write_at(offset_bytes, from)
     }
 
@@ -104,4 +117,76 @@ pub(super) fn unnamed_file(path: &CStr) -> Result<OwnedFd, Errno> {
     let file = rustix::fs::openat(&directory, name, flags | OFlags::CREATE | OFlags::EXCL, mode)?;
     rustix::fs::unlinkat(&directory, name, AtFlags::empty())?;
     Ok(file)
+}
+
+#[cfg(test)]
+#[allow(unsafe_code)]
+mod tests {
+    use super::*;
+    use crate::memory::boxed_zeroed;
+    use alloc::boxed::Box;
+
+    const SEGMENT: u64 = 64 << 10;
+
+    /// Of a tree of so many processes, which may have so many segments.
+    fn files(processes: usize, segments: u64) -> PartFiles {
+        // SAFETY: nothing but numbers, of which all may be zero.
+        let region: &'static Region = Box::leak(unsafe { boxed_zeroed() });
+        region.header.spill_max_bytes.store(segments * SEGMENT, Relaxed);
+        region.header.slots_used.store(processes as u32, Relaxed);
+        region.slots[..processes].iter().for_each(|slot| slot.owner.store(7, Relaxed));
+        PartFiles {
+            files: Mutex::new([const { None }; PARTS]),
+            numbers: [const { AtomicI32::new(-1) }; PARTS],
+            part_bytes: segments * SEGMENT,
+            used_bytes: AtomicU64::new(0),
+            segment_bytes: SEGMENT,
+            region,
+        }
+    }
+
+    fn gauges(files: &PartFiles, process: usize) -> &Gauges {
+        &files.region.slots[process].gauges
+    }
+
+    #[test]
+    fn the_last_room_is_for_who_says_first_that_it_writes_there() {
+        let files = files(2, 4);
+        let [one, other] = [0, 1].map(|process| gauges(&files, process));
+        other.spill_bytes.store(2 * SEGMENT, Relaxed);
+        assert_eq!(files.begin(Some(one)), 2 * SEGMENT, "its own does not count twice");
+        assert_eq!(files.begin(Some(other)), SEGMENT);
+        assert_eq!(other.spill_flying_bytes.load(Relaxed), 0, "it cannot begin, and is in nobody's way");
+        assert_eq!(files.begin(None), SEGMENT);
+        one.spill_bytes.store(SEGMENT, Relaxed);
+        files.end(Some(one));
+        assert_eq!(files.begin(Some(other)), SEGMENT);
+        files.region.header.spill_max_bytes.store(0, Relaxed);
+        assert_eq!(files.begin(Some(other)), u64::MAX);
+    }
+
+    #[test]
+    fn however_many_write_at_once_they_leave_what_cleaning_needs() {
+        const PROCESSES: usize = 4;
+        let (files, begun) = (files(PROCESSES, 200), AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            for process in 0..PROCESSES {
+                let (files, begun) = (&files, &begun);
+                scope.spawn(move || {
+                    let gauges = gauges(files, process);
+                    for _ in 0..20_000 {
+                        // As a flight that leaves one alone.
+                        if files.begin(Some(gauges)) >= 2 * SEGMENT {
+                            begun.fetch_add(1, Relaxed);
+                            // While it is written others look.
+                            std::thread::yield_now();
+                            gauges.spill_bytes.fetch_add(SEGMENT, SeqCst);
+                        }
+                        files.end(Some(gauges));
+                    }
+                });
+            }
+        });
+        assert_eq!(begun.load(Relaxed), 199);
+    }
 }

@@ -231,8 +231,12 @@ impl Segments {
 
     /// Those that are free and can be written to, as far as is known.
     pub fn sure(&self) -> usize {
-        let sure = if self.is_short { self.filled_and_sure() } else { self.free - self.failed };
-        sure.min(self.room)
+        self.sure_of_all().min(self.room)
+    }
+
+    /// As if none shared the room with others.
+    fn sure_of_all(&self) -> usize {
+        if self.is_short { self.filled_and_sure() } else { self.free - self.failed }
     }
 
     fn filled_and_sure(&self) -> usize {
@@ -249,9 +253,10 @@ impl Segments {
         self.room = segments;
     }
 
-    /// Whether [`Segments::begin`] finds one.
+    /// Whether [`Segments::begin`] finds one. A flight that leaves none alone empties others: it gives back what it takes, so it may have one though
+    /// there is no room beside what others have.
     pub fn can_begin(&self, spare: usize) -> bool {
-        self.free.min(self.room) > spare && !self.is_out_of_flights()
+        self.free > spare && (spare == 0 || self.room > spare) && !self.is_out_of_flights()
     }
 
     /// A free segment, of those that take room already if there is one, else the first; one that failed when there is no other. Leaves
@@ -260,7 +265,7 @@ impl Segments {
         if !self.can_begin(spare) {
             return None;
         }
-        let found = match self.sure() > spare {
+        let found = match self.sure_of_all() > spare {
             true if self.is_short || spare == 0 || self.filled_and_sure() > spare => {
                 self.first_filled().or_else(|| self.first_fresh())
             }

@@ -249,6 +249,22 @@ fn what_shares_its_room_with_others_is_cleaned_when_that_is_used() {
     assert_eq!((at.pool.stats().bd_count, at.backing.health()), (26 * FULL, Health::Good));
 }
 
+#[test]
+fn where_others_have_all_the_room_it_is_cleaned_nevertheless() {
+    let mut at = place(Memory::new(1, Faults::NONE).medium(), config(64));
+    let used = |at: &Place| (at.backing.stats().capacity_bytes - at.backing.stats().free_bytes) / (64 * KIB);
+    fill(&mut at, 12);
+    thin(&at, 12, 3);
+    (1000..1000 + 5 * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    for _ in 0..10 {
+        at.backing.set_room_bytes((12 - used(&at)) * 64 * KIB);
+        at.reclaim().unwrap();
+        assert!(used(&at) <= 12, "it takes no more than it gives back: {:?}", at.backing.stats());
+    }
+    assert_eq!(at.pool.stats().bd_count, 12 * 3 + 5 * FULL, "{:?}", at.backing.stats());
+    assert_eq!(at.backing.stats().live_bytes, at.pool.stats().bd_bytes);
+}
+
 type Hook = Box<dyn FnOnce() + Send>;
 
 /// A medium that has something happen in the next write, before it is done.
