@@ -88,7 +88,11 @@ impl Medium for PartMedium {
         file.ok_or(MediumError::Forked)?.write_at(offset_bytes, from)
     }
 
+    /// Not where room is a number: what is not in use would take it beside that.
     fn fill(&self, offset_bytes: u64, length_bytes: u64) -> Result<(), MediumError> {
+        if self.0.region.header.spill_max_bytes.load(Relaxed) > 0 {
+            return Err(MediumError::NoSpace);
+        }
         let (file, offset_bytes) = self.0.of(offset_bytes);
         file.ok_or(MediumError::Forked)?.fill(offset_bytes, length_bytes)
     }
@@ -163,6 +167,20 @@ mod tests {
         assert_eq!(files.begin(Some(other)), SEGMENT);
         files.region.header.spill_max_bytes.store(0, Relaxed);
         assert_eq!(files.begin(Some(other)), u64::MAX);
+    }
+
+    #[test]
+    fn nothing_takes_room_beforehand_beside_a_number_that_is_kept() {
+        use std::os::unix::fs::MetadataExt;
+        let (path, files) = (std::env::temp_dir(), Arc::new(files(1, 4)));
+        let path = alloc::ffi::CString::new(path.to_str().unwrap()).unwrap();
+        let file = std::fs::File::from(unnamed_file(&path).unwrap());
+        files.put(0, file.try_clone().unwrap().into());
+        let medium = PartMedium(files.clone());
+        assert_eq!(medium.fill(SEGMENT, SEGMENT), Err(MediumError::NoSpace));
+        assert_eq!(file.metadata().unwrap().blocks(), 0);
+        files.region.header.spill_max_bytes.store(0, Relaxed);
+        assert_eq!(medium.fill(SEGMENT, SEGMENT), Ok(()));
     }
 
     #[test]

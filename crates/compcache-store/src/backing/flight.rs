@@ -242,11 +242,7 @@ impl Backing {
         let mut cleaning = self.cleaning.try_lock();
         let (emptied, is_little) = self.fill(store, worker, flight, wanted, cleaning.as_deref_mut());
         // The last free segments are for cleaning, which gives more back than it takes.
-        let spare = match emptied {
-            0 if self.part_segments >= SPARE_TWO_OF => 2,
-            0 => 1,
-            _ => 0,
-        };
+        let spare = if emptied == 0 { self.spares() } else { 0 };
         let begun = match flight.records() {
             0 => None,
             _ if is_little => None,
@@ -336,9 +332,14 @@ impl Backing {
         Flown::default()
     }
 
-    /// Has one free segment take its room before all room is in use: the only one that cleaning then has.
+    /// Free segments that are left alone by flights that empty none.
+    fn spares(&self) -> usize {
+        if self.part_segments >= SPARE_TWO_OF { 2 } else { 1 }
+    }
+
+    /// Has one free segment take its room before all room is in use, until those do that are spared: the only ones that cleaning then has.
     fn fill_spare(&self) {
-        let Some(spare) = self.segments.lock().next_to_fill() else { return };
+        let Some(spare) = self.segments.lock().next_to_fill(self.spares()) else { return };
         let bytes = self.segment_bytes as u64;
         let is_filled = self.medium.fill(u64::from(spare.segment) * bytes, bytes).is_ok();
         self.segments.lock().filled(spare, is_filled);

@@ -362,9 +362,9 @@ impl Segments {
         !core::mem::replace(&mut self.is_short, true)
     }
 
-    /// A free segment that is to be given its room, so that there is one for cleaning when there is none for anything else.
-    pub fn next_to_fill(&mut self) -> Option<Begun> {
-        if self.filled > 0 || self.is_short {
+    /// A free segment that is to be given its room, so that there are `spares` for cleaning when there is none for anything else.
+    pub fn next_to_fill(&mut self, spares: usize) -> Option<Begun> {
+        if self.filled_and_sure() >= spares || self.is_short {
             return None;
         }
         let found = self.first_fresh()?;

@@ -225,7 +225,7 @@ fn what_takes_room_is_counted_and_the_last_of_it_found_whatever_happened() {
 fn a_copy_does_not_take_what_its_ancestor_filled_for_what_it_has_filled() {
     let mut segments = Segments::new(8, WHOLE, 2).unwrap();
     let first = written(&mut segments, 7);
-    let spare = segments.next_to_fill().unwrap();
+    let spare = segments.next_to_fill(1).unwrap();
     segments.filled(spare, true);
     segments.free_record(first.segment, 7);
     assert_eq!(segments.filled, 2);
