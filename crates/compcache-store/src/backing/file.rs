@@ -96,7 +96,8 @@ impl Medium for FileMedium {
         if self.request_bytes < usize::MAX {
             return Ok(());
         }
-        match fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset_bytes, length_bytes) {
+        // The file is as long as that then: ext4 punches nothing behind its end.
+        match fallocate(&self.file, FallocateFlags::empty(), offset_bytes, length_bytes) {
             // A block device has all its room; of a file system that cannot do this it is hoped.
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NODEV | Errno::INVAL | Errno::NOSYS) => Ok(()),
             Err(errno) => Err(error(errno)),
