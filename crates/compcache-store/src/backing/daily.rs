@@ -145,10 +145,10 @@ impl Backing {
         self.daily.lock().take(now_ns, self.segment_bytes as u64)
     }
 
-    /// Something is to be written, and may not be.
+    /// Something is to be written, and may not be. A medium that failed is not known to be better for that.
     pub(super) fn note_spent(&self) {
         let mut health = self.health.lock();
-        if *health != Health::Spent {
+        if !matches!(*health, Health::Spent | Health::Failing(_)) {
             *health = Health::Spent;
             self.counts.daily_waits.fetch_add(1, Relaxed);
         }

@@ -15,7 +15,7 @@
 //! machine is short of memory blocks leave whatever the limit ([`super::relief`]).
 //!
 //! What goes wrong with a backing is said once, and once more when it is right again; a failing one is tried each second, and so is one whose
-//! budget for the day is spent.
+//! budget for the day is spent. While writes fail it is tried after twice as long each time, up to a minute: they count for the day, as they may wear it out.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
@@ -45,8 +45,10 @@ use crate::size::Shown;
 
 /// Between two looks at whether something has to leave.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(20);
-/// Between two attempts at a backing that failed, and between two times that room which is free is given back.
+/// Between two attempts at a backing that takes nothing, and between two times that room which is free is given back.
 const BETWEEN_ATTEMPTS: Duration = Duration::from_secs(1);
+/// Where writes fail again and again.
+const BETWEEN_ATTEMPTS_MOST: Duration = Duration::from_secs(60);
 /// So much of a device is looked at for something that somebody might miss.
 const LOOKED_AT_BYTES: usize = 1 << 20;
 /// A small backing has at least so many segments.
@@ -386,11 +388,16 @@ struct Reclaimer {
 impl Reclaimer {
     fn run(mut self) {
         let (mut attempt, mut tidied, mut in_vain) = (Instant::now(), Instant::now(), false);
+        let mut between = BETWEEN_ATTEMPTS;
         while !self.stop.load(Ordering::Acquire) {
             self.advance_age();
             // What fails, is full, or finds nothing that could leave, only now and then.
             let health = self.backing.health();
-            if (health == Health::Good && !in_vain) || attempt.elapsed() >= BETWEEN_ATTEMPTS {
+            if health == Health::Good {
+                between = BETWEEN_ATTEMPTS;
+            }
+            if (health == Health::Good && !in_vain) || attempt.elapsed() >= between {
+                let failed_writes = self.backing.stats().failed_writes;
                 if self.store.wants_reclaim(&self.backing) {
                     in_vain = !self.reclaim();
                     attempt = Instant::now();
@@ -398,6 +405,7 @@ impl Reclaimer {
                     self.try_again();
                     attempt = Instant::now();
                 }
+                between = next_between(between, self.backing.stats().failed_writes > failed_writes);
             }
             self.tell();
             if tidied.elapsed() >= BETWEEN_ATTEMPTS {
@@ -442,6 +450,8 @@ impl Reclaimer {
             came_back: stats.bd_reads,
             used_bytes: stats.mem_used_total,
         });
+        // One that fails is tried now and then, however short memory is.
+        let wanted_bytes = if matches!(self.backing.health(), Health::Failing(_)) { 0 } else { wanted_bytes };
         let (mut pages, mut left_bytes) = (0, 0);
         while left_bytes < wanted_bytes && begun.elapsed() < BETWEEN_ATTEMPTS && !self.stop.load(Ordering::Acquire) {
             // What went wrong is in its health.
@@ -482,6 +492,11 @@ impl Reclaimer {
             )),
         }
     }
+}
+
+/// How long it is to the next attempt when it was so long to one in which writes failed, or did not.
+fn next_between(between: Duration, has_failed: bool) -> Duration {
+    if has_failed { (between * 2).min(BETWEEN_ATTEMPTS_MOST) } else { BETWEEN_ATTEMPTS }
 }
 
 /// What is wrong with a backing.
@@ -601,6 +616,18 @@ mod tests {
         stop.store(true, Ordering::Release);
         running.join().unwrap();
         assert_eq!((backing.health(), pool.stats().bd_count), (Health::Good, 1));
+    }
+
+    #[test]
+    fn writes_that_fail_all_day_are_a_small_part_of_those_that_there_could_be() {
+        let (mut between, mut at, mut writes) = (BETWEEN_ATTEMPTS, Duration::ZERO, 0);
+        while at < Duration::from_secs(24 * 60 * 60) {
+            at += between;
+            writes += 1;
+            between = next_between(between, true);
+        }
+        assert!((1440..1450).contains(&writes), "{writes}");
+        assert_eq!(next_between(between, false), BETWEEN_ATTEMPTS);
     }
 
     #[test]
