@@ -260,11 +260,12 @@ impl Backing {
     /// Gives room that nothing is in back to where the backing lies, but for a few segments that are written to soon, as long as
     /// `may_go_on`, which is asked before each. May wait for the medium: call it every few seconds, from a thread that may wait.
     pub fn tidy(&self, may_go_on: impl Fn() -> bool) {
+        // While room is short, what is there already is the only room that is sure.
+        let may_go_on = || may_go_on() && matches!(self.health(), Health::Good | Health::Spent) && self.key.may_seal();
+        if may_go_on() {
+            self.look_for_room();
+        }
         while may_go_on() {
-            // While room is short, what is there already is the only room that is sure.
-            if !matches!(self.health(), Health::Good | Health::Spent) || !self.key.may_seal() {
-                return;
-            }
             let Some(begun) = self.segments.lock().next_to_punch(FILLED_KEPT) else { return };
             let bytes = self.segment_bytes as u64;
             self.medium.punch(u64::from(begun.segment) * bytes, bytes);

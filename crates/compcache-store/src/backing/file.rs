@@ -96,12 +96,8 @@ impl Medium for FileMedium {
         if self.request_bytes < usize::MAX {
             return Ok(());
         }
-        // The file is as long as that then: ext4 punches nothing behind its end.
-        match fallocate(&self.file, FallocateFlags::empty(), offset_bytes, length_bytes) {
-            // A block device has all its room; of a file system that cannot do this it is hoped.
-            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NODEV | Errno::INVAL | Errno::NOSYS) => Ok(()),
-            Err(errno) => Err(error(errno)),
-        }
+        // The file is as long as that then: ext4 punches nothing behind its end. A block device cannot do this, nor can some file systems.
+        fallocate(&self.file, FallocateFlags::empty(), offset_bytes, length_bytes).map_err(error)
     }
 
     fn punch(&self, offset_bytes: u64, length_bytes: u64) {

@@ -339,10 +339,21 @@ impl Backing {
 
     /// Has one free segment take its room before all room is in use, until those do that are spared: the only ones that cleaning then has.
     fn fill_spare(&self) {
-        let Some(spare) = self.segments.lock().next_to_fill(self.spares()) else { return };
+        let spare = self.segments.lock().next_to_fill(self.spares());
+        self.fill_one(spare);
+    }
+
+    /// Looks whether there is room again where there was none: who cleans all the time gets along without, and would do so for ever.
+    pub(super) fn look_for_room(&self) {
+        let tried = self.segments.lock().next_to_try();
+        self.fill_one(tried);
+    }
+
+    fn fill_one(&self, segment: Option<Begun>) {
+        let Some(begun) = segment else { return };
         let bytes = self.segment_bytes as u64;
-        let is_filled = self.medium.fill(u64::from(spare.segment) * bytes, bytes).is_ok();
-        self.segments.lock().filled(spare, is_filled);
+        let is_filled = self.medium.fill(u64::from(begun.segment) * bytes, bytes).is_ok();
+        self.segments.lock().filled(begun, is_filled);
     }
 
     fn take_off(

@@ -18,10 +18,10 @@ pub trait Medium: Send + Sync {
     /// Why not. What is there afterwards is not defined.
     fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError>;
 
-    /// Has a range take its room, so that it is there when it is written, as far as that can be done without writing it.
+    /// Has a range take its room, so that it is there when it is written, without writing it.
     ///
     /// # Errors
-    /// There is none.
+    /// There is none, or that cannot be done.
     fn fill(&self, _offset_bytes: u64, _length_bytes: u64) -> Result<(), MediumError> {
         Ok(())
     }

@@ -372,10 +372,18 @@ impl Segments {
         Some(Begun { segment: found as u32, flight: self.table[found].flight })
     }
 
+    /// Where there was no room: one to be given its room, which shows whether there is some again.
+    pub fn next_to_try(&mut self) -> Option<Begun> {
+        let found = if self.is_short { self.first_fresh()? } else { return None };
+        self.take(found)?;
+        Some(Begun { segment: found as u32, flight: self.table[found].flight })
+    }
+
     /// It has its room, or there is none.
     pub fn filled(&mut self, begun: Begun, filled: bool) {
         if let State::Writing { failed, .. } = self.table[begun.segment as usize].state {
             self.writing -= 1;
+            self.is_short &= !filled;
             self.free_again(begun.segment as usize, filled, failed);
         }
     }

@@ -218,6 +218,22 @@ fn where_the_file_system_has_less_room_than_the_backing_may_take_it_is_cleaned_a
 }
 
 #[test]
+fn where_there_is_room_again_it_is_not_cleaned_as_if_there_were_none() {
+    let segments = Arc::new(AtomicU64::new(14));
+    let memory = Memory::new(1, Faults::NONE).medium();
+    let mut at = place(Box::new(Holes { memory, filled: Mutex::default(), segments: segments.clone() }), config(64));
+    rewrite(&mut at, 6 * FULL, 0..40, |_| {});
+    segments.store(64, Ordering::Relaxed);
+    at.backing.tidy(|| true);
+    let before = at.backing.stats();
+    for generation in 40..44 {
+        (0..6 * FULL).filter(|index| index % 2 == 0).for_each(|index| at.write(index, &noise(index, generation)));
+        at.reclaim_all();
+    }
+    assert_eq!(at.backing.stats().records_moved, before.records_moved, "{before:?} {:?}", at.backing.stats());
+}
+
+#[test]
 fn where_no_segment_is_wholly_dead_there_is_one_with_room_to_clean_with() {
     let memory = Memory::new(1, Faults::NONE).medium();
     let segments = Arc::new(AtomicU64::new(14));
