@@ -66,7 +66,8 @@ impl FreshBlocks {
 
     /// Whether an address lies near one of them.
     pub fn are_near(&self, address: usize) -> bool {
-        let blocks = self.fresh.iter().map(|place| place.load(Acquire)).take_while(|block| *block != 0);
+        // There may be holes: places are filled while others are emptied.
+        let blocks = self.fresh.iter().map(|place| place.load(Acquire)).filter(|block| *block != 0);
         self.are_waiting() && blocks.map(pages_of).any(|pages| pages.contains(&address))
     }
 }

@@ -317,12 +317,13 @@ pub fn serve(pager: &Pager) {
 
 fn freeze(pager: &Pager) {
     let channel = *pager.channel.lock();
-    let until_ns = clock_ns() + QUIET_NS;
+    let mut until_ns = None;
     loop {
         let mut state = pager.state.lock();
         let is_ready = state.under_way == 0 && pager.is_settled(&state) && unstage_all(pager, &mut state);
-        // A copy would not know of what has changed and is not told yet.
-        if is_ready && (channel.is_none_or(|channel| channel.is_quiet()) || clock_ns() > until_ns) {
+        // A copy would not know of what has changed and is not told yet. There may be something of it all the time.
+        let mut is_late = || clock_ns() > *until_ns.get_or_insert_with(|| clock_ns() + QUIET_NS);
+        if is_ready && (channel.is_none_or(|channel| channel.is_quiet()) || is_late()) {
             pager.frozen.store(true, Release);
             return;
         }

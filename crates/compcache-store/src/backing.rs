@@ -262,8 +262,9 @@ impl Backing {
     pub fn tidy(&self, may_go_on: impl Fn() -> bool) {
         // While room is short, what is there already is the only room that is sure.
         let may_go_on = || may_go_on() && matches!(self.health(), Health::Good | Health::Spent) && self.key.may_seal();
-        if may_go_on() {
-            self.look_for_room();
+        if may_go_on() && self.look_for_room() {
+            // What there is stays until a write has found more.
+            return;
         }
         while may_go_on() {
             let Some(begun) = self.segments.lock().next_to_punch(FILLED_KEPT) else { return };

@@ -2,9 +2,9 @@
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::sleep;
+use std::thread::{available_parallelism, sleep};
 use std::time::Duration;
 
 use compcache_cache::FileId;
@@ -37,7 +37,7 @@ const TO_RUN: i32 = 0x20;
 const LEASE_TRIES: u32 = 4;
 const LEASE_PAUSE: Duration = Duration::from_millis(5);
 
-/// How many requests may wait for leases.
+/// How many requests may wait for leases; where only two threads may serve, one.
 const LEASE_WAITERS_MAX: usize = 2;
 
 /// A request of this user waits for the end of a lease.
@@ -48,9 +48,9 @@ struct LeaseWaiter<'t> {
 
 impl<'t> LeaseWaiter<'t> {
     /// None where as many wait as may.
-    fn new(all: &'t Mutex<Vec<u32>>, uid: u32) -> Option<LeaseWaiter<'t>> {
+    fn new(all: &'t Mutex<Vec<u32>>, uid: u32, most: usize) -> Option<LeaseWaiter<'t>> {
         let mut waiting = all.lock().unwrap_or_else(PoisonError::into_inner);
-        let may_wait = waiting.len() < LEASE_WAITERS_MAX && !waiting.contains(&uid);
+        let may_wait = waiting.len() < most && !waiting.contains(&uid);
         may_wait.then(|| {
             waiting.push(uid);
             LeaseWaiter { all, uid }
@@ -137,7 +137,10 @@ impl Tree {
                 Ok(fd) => return fcntl_setfl(&fd, how).map(|()| fd),
             }
             self.call_another();
-            if let Some(_waits) = LeaseWaiter::new(&self.leased, caller.uid) {
+            let has_few_threads =
+                self.by_rings.load(Relaxed) || available_parallelism().is_ok_and(|all| all.get() == 1);
+            let most = if has_few_threads { 1 } else { LEASE_WAITERS_MAX };
+            if let Some(_waits) = LeaseWaiter::new(&self.leased, caller.uid, most) {
                 return open(how);
             }
             sleep(LEASE_PAUSE);

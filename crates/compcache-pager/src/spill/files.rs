@@ -91,7 +91,7 @@ impl Medium for PartMedium {
     /// Not where room is a number: what is not in use would take it beside that.
     fn fill(&self, offset_bytes: u64, length_bytes: u64) -> Result<(), MediumError> {
         if self.0.region.header.spill_max_bytes.load(Relaxed) > 0 {
-            return Err(MediumError::NoSpace);
+            return Err(MediumError::System { errno: Errno::OPNOTSUPP.raw_os_error() });
         }
         let (file, offset_bytes) = self.0.of(offset_bytes);
         file.ok_or(MediumError::Forked)?.fill(offset_bytes, length_bytes)
@@ -177,7 +177,7 @@ mod tests {
         let file = std::fs::File::from(unnamed_file(&path).unwrap());
         files.put(0, file.try_clone().unwrap().into());
         let medium = PartMedium(files.clone());
-        assert_eq!(medium.fill(SEGMENT, SEGMENT), Err(MediumError::NoSpace));
+        assert!(matches!(medium.fill(SEGMENT, SEGMENT), Err(MediumError::System { .. })));
         assert_eq!(file.metadata().unwrap().blocks(), 0);
         files.region.header.spill_max_bytes.store(0, Relaxed);
         assert_eq!(medium.fill(SEGMENT, SEGMENT), Ok(()));

@@ -340,20 +340,28 @@ impl Backing {
     /// Has one free segment take its room before all room is in use, until those do that are spared: the only ones that cleaning then has.
     fn fill_spare(&self) {
         let spare = self.segments.lock().next_to_fill(self.spares());
-        self.fill_one(spare);
+        // Where there is none, that is found when it is needed.
+        let _ = self.fill_one(spare);
     }
 
-    /// Looks whether there is room again where there was none: who cleans all the time gets along without, and would do so for ever.
-    pub(super) fn look_for_room(&self) {
+    /// Looks whether there is room again where there was none: who cleans all the time gets along without, and would do so for ever. Where that
+    /// cannot be asked, the next write tells. Whether there may be some again.
+    pub(super) fn look_for_room(&self) -> bool {
         let tried = self.segments.lock().next_to_try();
-        self.fill_one(tried);
+        let (is_tried, result) = (tried.is_some(), self.fill_one(tried));
+        if !is_tried || result == Err(MediumError::NoSpace) {
+            return false;
+        }
+        self.segments.lock().is_short_no_more();
+        true
     }
 
-    fn fill_one(&self, segment: Option<Begun>) {
-        let Some(begun) = segment else { return };
+    fn fill_one(&self, segment: Option<Begun>) -> Result<(), MediumError> {
+        let Some(begun) = segment else { return Ok(()) };
         let bytes = self.segment_bytes as u64;
-        let is_filled = self.medium.fill(u64::from(begun.segment) * bytes, bytes).is_ok();
-        self.segments.lock().filled(begun, is_filled);
+        let result = self.medium.fill(u64::from(begun.segment) * bytes, bytes);
+        self.segments.lock().filled(begun, result.is_ok());
+        result
     }
 
     fn take_off(

@@ -388,6 +388,11 @@ impl Segments {
         }
     }
 
+    /// There may be room again; the next write to what has none tells.
+    pub fn is_short_no_more(&mut self) {
+        self.is_short = false;
+    }
+
     /// It was the medium that failed, not a place on it.
     fn forgive(&mut self) {
         for segment in &mut self.table[self.own.clone()] {

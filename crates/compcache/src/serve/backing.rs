@@ -405,7 +405,10 @@ impl Reclaimer {
                     self.try_again();
                     attempt = Instant::now();
                 }
-                between = next_between(between, self.backing.stats().failed_writes > failed_writes);
+                // No room wears nothing out, and may be there the next second.
+                let has_failed = self.backing.stats().failed_writes > failed_writes
+                    && matches!(self.backing.health(), Health::Failing(_));
+                between = next_between(between, has_failed);
             }
             self.tell();
             if tidied.elapsed() >= BETWEEN_ATTEMPTS {
