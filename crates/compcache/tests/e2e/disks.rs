@@ -387,8 +387,11 @@ fn a_disk_whose_making_is_interrupted_is_removed() {
     }
     let server = Server::start(&[]);
     let (tool, begun) = (server.directory.path().join("mkfs.slow"), server.directory.path().join("begun"));
-    fs::write(&tool, format!("#!/bin/sh\n: >{}\nsleep 1\n", begun.display())).unwrap();
-    fs::set_permissions(&tool, fs::Permissions::from_mode(0o755)).unwrap();
+    // By another process: a test that forks meanwhile would have it open for writing, and then it cannot be run.
+    let script = format!("#!/bin/sh\n: >{}\nsleep 1\n", begun.display());
+    let made =
+        Command::new("sh").args(["-c", "printf %s \"$1\" >\"$0\" && chmod 755 \"$0\""]).arg(&tool).arg(script).status();
+    assert!(made.unwrap().success());
     let path = format!("{}:{}", server.directory.path().display(), std::env::var("PATH").unwrap());
     // As a key of the terminal, to all; and to who was asked alone.
     for (signal, all) in [(libc::SIGINT, true), (libc::SIGTERM, false), (libc::SIGHUP, false)] {

@@ -31,11 +31,12 @@ grep " $PLACE nfs4" /proc/mounts; echo "status of network: $?"
 /// What takes minutes in such a machine, or takes its time by processor time; and what says nothing here: NFS 4 has no ACLs of this kind (which ours says in
 /// other words) and exchanges no names, its client may keep what it is asked not to ([S104]), the server's tmpfs uses no number again, nobody mounts by
 /// fstab, and io_uring is another matter.
-const NOT_HERE: [&str; 12] = [
+const NOT_HERE: [&str; 13] = [
     "a_directory_of_twenty_thousand_names",
     "more_files_are_met",
     "more_files_are_renamed",
     "what_is_mounted_on_a_file",
+    "a_long_copy_is_made",
     "files_in_use_are_not_asked_for_room",
     "the_limit_is_kept",
     "what_is_read_is_not_kept_a_second_time",
