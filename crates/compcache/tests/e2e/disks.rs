@@ -386,9 +386,10 @@ fn a_disk_whose_making_is_interrupted_is_removed() {
         return;
     }
     let server = Server::start(&[]);
-    let (tool, begun) = (server.directory.path().join("mkfs.slow"), server.directory.path().join("begun"));
+    let [tool, begun, go_on] = ["mkfs.slow", "begun", "go on"].map(|name| server.directory.path().join(name));
     // By another process: a test that forks meanwhile would have it open for writing, and then it cannot be run.
-    let script = format!("#!/bin/sh\n: >{}\nsleep 1\n", begun.display());
+    let script =
+        format!("#!/bin/sh\n: >{}\nwhile [ ! -e '{}' ]; do sleep 0.05; done\n", begun.display(), go_on.display());
     let made =
         Command::new("sh").args(["-c", "printf %s \"$1\" >\"$0\" && chmod 755 \"$0\""]).arg(&tool).arg(script).status();
     assert!(made.unwrap().success());
@@ -403,11 +404,15 @@ fn a_disk_whose_making_is_interrupted_is_removed() {
         let pid = child.id() as i32;
         // SAFETY: sends a signal to a child that was not waited for, or to its group.
         assert_eq!(unsafe { libc::kill(if all { -pid } else { pid }, signal) }, 0);
+        if !all {
+            fs::write(&go_on, "").unwrap();
+        }
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.signal(), Some(signal), "{}", said(&output));
         assert!(said(&output).contains(&format!("by signal {signal}")), "{}", said(&output));
         assert_eq!(server.ok(&["disk", "list", "--json"]).trim(), "[]");
         fs::remove_file(&begun).unwrap();
+        let _ = fs::remove_file(&go_on);
     }
 }
 
