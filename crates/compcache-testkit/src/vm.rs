@@ -33,7 +33,7 @@ const NETWORK_UP: &str = "ip link set lo up; ip addr add 10.0.2.15/24 dev eth0; 
 const BEGIN: &str = "=== begin";
 const END: &str = "=== end";
 /// How long a machine may take until its script begins, and how often it is started: now and then the emulator stands still while the kernel brings up
-/// its processors, on a busy host, whatever is in the machine.
+/// its processors, on a busy host, whatever is in the machine, or gets code wrong that the kernel rewrites then (int3).
 const BOOT: Duration = Duration::from_secs(120);
 const STARTS: u32 = 3;
 /// How long a machine may take to print what its tasks are waiting for.
@@ -276,7 +276,7 @@ impl Vm {
             if has_begun(&mut machine, &console)? {
                 break;
             }
-            eprintln!("a machine did not boot within {} s, and is started again", BOOT.as_secs());
+            eprintln!("a machine did not boot, or not within {} s, and is started again", BOOT.as_secs());
             machine.kill()?;
             machine.wait()?;
             machine = command.spawn()?;
@@ -343,14 +343,15 @@ fn interrupt(machine: &mut Child, monitor: &Path) -> io::Result<String> {
     }
 }
 
-/// Waits until a machine's script begins, or the machine ends. Whether either came to be in time.
+/// Waits until a machine's script begins. Whether it did, in time.
 fn has_begun(machine: &mut Child, console: &Path) -> io::Result<bool> {
     let begun = Instant::now();
     while begun.elapsed() < BOOT {
+        let has_ended = machine.try_wait()?.is_some();
         let printed = fs::read(console).unwrap_or_default();
         let has_begun = printed.windows(BEGIN.len()).any(|part| part == BEGIN.as_bytes());
-        if has_begun || machine.try_wait()?.is_some() {
-            return Ok(true);
+        if has_begun || has_ended {
+            return Ok(has_begun);
         }
         std::thread::sleep(Duration::from_millis(200));
     }
