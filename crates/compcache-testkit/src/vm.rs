@@ -428,6 +428,20 @@ mod tests {
     }
 
     #[test]
+    fn a_machine_that_ends_before_its_script_begins_is_started_again() {
+        if !requires(&[Feature::StockKernel, Feature::Program("qemu-system-x86_64"), Feature::Program("busybox")]) {
+            return;
+        }
+        let mut vm = Vm::new(&Kernel::stock().unwrap()).unwrap();
+        vm.size(1, 512);
+        vm.disk(64).unwrap();
+        // The disk remembers the first start.
+        vm.before += "grep -q been /dev/vda || { echo been | dd of=/dev/vda conv=fsync 2>/dev/null; poweroff -f; }\n";
+        let printed = vm.run("head -c 4 /dev/vda", Duration::from_secs(600)).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(printed, "been");
+    }
+
+    #[test]
     fn a_machine_with_a_network_reaches_what_listens_on_the_loopback_here() {
         if !requires(&[Feature::StockKernel, Feature::Program("qemu-system-x86_64"), Feature::Program("busybox")]) {
             return;
