@@ -348,13 +348,14 @@ mod tests {
         use crate::memory::{self, PAGE};
         use crate::uffd::{Message, Uffd, decode};
         use core::sync::atomic::{AtomicBool, Ordering::*};
-        use linux_raw_sys::general::uffd_msg;
+        use linux_raw_sys::general::{UFFD_FEATURE_EVENT_REMAP, uffd_msg};
         use rustix::mm::{MremapFlags, mremap_fixed};
         const BYTES: usize = 1000 * PAGE;
         if !requires(&[Feature::Userfaultfd]) {
             return;
         }
-        let (uffd, _) = Uffd::open(true).unwrap();
+        // Of moves alone: another test that forks would wait until that was read, and hold malloc's locks.
+        let uffd = Uffd::open_with(u64::from(UFFD_FEATURE_EVENT_REMAP)).unwrap().unwrap();
         let unreadable = memory::reserve(PAGE).unwrap() as usize;
         let channel = Channel { pagemap: -1, uffd, way: crate::pager::Way::Remap, gate: 0, unreadable };
         // Far from where the kernel puts what others map: the place that is left is nobody's.

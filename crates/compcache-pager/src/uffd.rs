@@ -65,19 +65,24 @@ impl Uffd {
         let moves = u64::from(uapi::UFFD_FEATURE_MOVE);
         let mut last = Errno(22);
         for wanted in [base | fork | moves, base | moves, base | fork, base] {
-            let uffd = Self::open_descriptor()?;
-            let mut api = uapi::uffdio_api { api: 0xaa, features: wanted, ioctls: 0 };
-            // SAFETY: UFFDIO_API reads and writes a struct uffdio_api.
-            match unsafe { sys::ioctl(uffd.fd, UFFDIO_API, &mut api) } {
-                Ok(_) => {
+            match Self::open_with(wanted)? {
+                Ok(uffd) => {
                     let features = Features { moves: wanted & moves != 0, fork_events: wanted & fork != 0 };
                     return Ok((uffd, features));
                 }
                 Err(errno) => last = errno,
             }
-            uffd.close();
         }
         Err(last)
+    }
+
+    /// Opens a descriptor and agrees on these features; the inner error says that the kernel does not agree.
+    pub(crate) fn open_with(features: u64) -> Result<Result<Uffd, Errno>, Errno> {
+        let uffd = Self::open_descriptor()?;
+        let mut api = uapi::uffdio_api { api: 0xaa, features, ioctls: 0 };
+        // SAFETY: UFFDIO_API reads and writes a struct uffdio_api.
+        let agreed = unsafe { sys::ioctl(uffd.fd, UFFDIO_API, &mut api) };
+        Ok(agreed.map(|_| uffd).inspect_err(|_| uffd.close()))
     }
 
     fn open_descriptor() -> Result<Uffd, Errno> {
