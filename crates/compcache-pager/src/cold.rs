@@ -120,7 +120,8 @@ impl Cold {
     /// Begins the next age if it is time; for a while after the last use as well, so that what was used last becomes cold.
     fn grow_older(&mut self, pager: &Pager, stats: &PoolStats, now_ns: u64) {
         self.ages.note(pager.store.age(), now_ns);
-        let used = stats.num_reads + stats.num_writes;
+        // What is read from the disk without the pool counts there alone.
+        let used = stats.num_reads + stats.num_writes + stats.bd_reads;
         if used != self.used {
             (self.used, self.used_ns) = (used, now_ns);
         }

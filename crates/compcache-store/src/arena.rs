@@ -207,7 +207,10 @@ impl Arena {
         if left > 0 || (!is_victim && self.keep(span, budget)) {
             return 0;
         }
-        if !is_victim {
+        if is_victim {
+            // Under the lock: who ends the pass must not take what the span is next for what it was.
+            span.set_mark(Mark::Plain);
+        } else {
             self.unlink(&mut lists, span);
             lists.free -= class.objects();
         }

@@ -85,9 +85,12 @@ impl Registry {
         self.pools.iter().find(is_it).map(|pool| &**pool)
     }
 
-    /// Takes a pool out. The sweep goes on with those that are left; one that it skips is swept in the next pass.
+    /// Takes a pool out. The sweep goes on with those that are left; as it may skip one, they are swept in the next pass.
     pub fn remove(&mut self, pool: &Arc<PoolCore>) {
         self.pools.retain(|other| !Arc::ptr_eq(other, pool));
+        if self.sweep.is_some() {
+            self.pools.iter().for_each(|pool| pool.note_emptied());
+        }
     }
 }
 
@@ -118,7 +121,7 @@ impl Store {
             None => {
                 done.freed_bytes += self.arena.retire_kept(&self.budget);
                 let empty_leaves = registry.pools.iter().fold(false, |any, pool| pool.take_emptied() | any);
-                if !self.arena.choose_sparse() && !empty_leaves {
+                if !self.arena.choose_sparse(&self.budget) && !empty_leaves {
                     // There may be no group left either.
                     done.freed_bytes += self.groups.trim(&self.budget);
                     return Compacted { finished: true, ..done };
@@ -192,7 +195,7 @@ impl Store {
             }
         }
         if is_absent {
-            done.freed_bytes += pool.tree.free_leaf_if_empty(&self.tables, first, &self.budget);
+            done.freed_bytes += pool.free_leaf_or_note(self, first);
         }
     }
 

@@ -80,10 +80,20 @@ impl PoolCore {
         self.emptied.load(Relaxed) && self.emptied.swap(false, Relaxed)
     }
 
-    fn note_emptied(&self) {
+    pub fn note_emptied(&self) {
         if !self.emptied.load(Relaxed) {
             self.emptied.store(true, Relaxed);
         }
+    }
+
+    /// Frees the leaf that begins at `first`, whose pages are absent, and returns the bytes given back. Where somebody just looks
+    /// at one of them, compaction looks again.
+    pub fn free_leaf_or_note(&self, store: &Store, first: PageIndex) -> u64 {
+        let freed_bytes = self.tree.free_leaf_if_empty(&store.tables, first, &store.budget);
+        if freed_bytes == 0 && !self.tree.is_kept(first) {
+            self.note_emptied();
+        }
+        freed_bytes
     }
 
     /// Bytes held by this pool: its objects' slots and its tables.
@@ -149,7 +159,8 @@ impl PoolCore {
 fn footprint(slot: Slot, arena: &Arena) -> Footprint {
     match slot {
         Slot::Absent => Footprint::ABSENT,
-        Slot::SameFilled { .. } | Slot::Damaged => Footprint::SAME_FILLED,
+        Slot::SameFilled { .. } => Footprint::SAME_FILLED,
+        Slot::Damaged => Footprint::DAMAGED,
         Slot::Grouped(_) => Footprint::GROUPED,
         Slot::OnBacking(sealed) => Footprint::on_backing(record_bytes(sealed.length.into())),
         Slot::Stored(object) => {

@@ -25,6 +25,8 @@ pub(crate) struct Footprint([u64; GAUGES]);
 impl Footprint {
     pub const ABSENT: Footprint = Footprint([0; GAUGES]);
     pub const SAME_FILLED: Footprint = Footprint([1, 1, 0, 0, 0, 0, 0, 0, 0, 0]);
+    /// Nobody knows what it was: what that had cost stays counted.
+    pub const DAMAGED: Footprint = Footprint([1, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
     /// A page in a group. What the group takes is counted once, with the group.
     pub const GROUPED: Footprint = Footprint([1, 0, 0, 1, 0, 0, 0, 0, 1, 0]);
 
@@ -190,8 +192,8 @@ impl PoolStats {
         self.orig_data_size / PAGE_SIZE as u64
     }
 
-    fn percent_of_stored(&self, pages: u64) -> u64 {
-        (pages * 100).checked_div(self.pages_stored()).unwrap_or(0)
+    fn percent_in_memory(&self, pages: u64) -> u64 {
+        (pages * 100).checked_div(self.pages_stored().saturating_sub(self.bd_count)).unwrap_or(0)
     }
 }
 
@@ -204,7 +206,7 @@ pub enum Unit {
     Pages,
     /// Calls.
     Operations,
-    /// Hundredths of the pages stored.
+    /// Hundredths of the pages that are in memory.
     Percent,
 }
 
@@ -233,16 +235,16 @@ macro_rules! stats {
 pub const TABLE: &[Stat] = stats! {
     "disksize", "DiskSize", Bytes, |s| s.disk_size, "Size a front end gave the pool; zero if it gave none.";
     "mem_limit", "MemLimit", Bytes, |s| s.mem_limit, "The pool's own limit, 2^64-1 for none.";
-    "num_reads", "NumReads", Operations, |s| s.num_reads, "Pages read or taken, absent ones included.";
+    "num_reads", "NumReads", Operations, |s| s.num_reads, "Pages read or taken, absent ones included; not those that a pager reads from the backing beside the pool (bd_reads).";
     "num_writes", "NumWrites", Operations, |s| s.num_writes, "Pages stored.";
     "failed_reads", "FailedReads", Operations, |s| s.failed_reads, "Reads that returned an error: corrupt pages, a backing that failed.";
     "failed_writes", "FailedWrites", Operations, |s| s.failed_writes, "Writes refused, also those that were made again when there was room.";
     "invalid_io", "InvalidIO", Operations, |s| s.invalid_io, "Operations on an index out of range.";
     "notify_free", "PagesDiscard", Pages, |s| s.pages_discard, "Stored pages that were discarded.";
     "same_pages", "ZeroPages", Pages, |s| s.same_pages, "Pages stored that are one word repeated; they cost no arena.";
-    "good_compress", "GoodCompress", Percent, |s| s.percent_of_stored(s.good_pages),
-        "Share of stored pages compressed to half a page or less.";
-    "no_compress", "NoCompress", Percent, |s| s.percent_of_stored(s.huge_pages), "Share of stored pages kept raw.";
+    "good_compress", "GoodCompress", Percent, |s| s.percent_in_memory(s.good_pages),
+        "Share of the pages in memory that are compressed to half a page or less, or in groups.";
+    "no_compress", "NoCompress", Percent, |s| s.percent_in_memory(s.huge_pages), "Share of the pages in memory that are kept raw.";
     "huge_pages", "", Pages, |s| s.huge_pages, "Pages in memory raw because they did not compress.";
     "pages_stored", "PagesStored", Pages, |s| s.pages_stored(), "Pages stored in any form.";
     "pages_used", "PagesUsed", Pages, |s| s.mem_used_total.div_ceil(PAGE_SIZE as u64), "mem_used_total in pages.";

@@ -176,14 +176,15 @@ impl Arena {
         let left = span.vacate(position);
         if span.mark() == Mark::Victim {
             // Compaction chose it meanwhile, and may have moved the last object out.
-            drop(lists);
             if left == 0 {
+                span.set_mark(Mark::Plain);
+                drop(lists);
                 self.retire(id, span, budget);
             }
             return new;
         }
         // Empty or not, it stays: that is what it was grown for.
-        if left == 0 && span.mark() == Mark::Plain {
+        if left == 0 && matches!(span.mark(), Mark::Plain | Mark::Squeezed) {
             span.set_mark(Mark::Kept);
             self.kept_bytes.fetch_add(span.touched_pages() as u64 * PAGE, Relaxed);
         }
@@ -196,15 +197,10 @@ impl Arena {
     fn has_enough_ahead(&self, lists: &super::Lists, class: Class) -> bool {
         let enough = AHEAD_PAGES / 2 * PAGE_SIZE / class.slot_bytes();
         let mut free = 0;
-        for mut id in lists.bins {
-            while id != NONE && free < enough {
-                let span = self.span(id);
-                let touched = (span.touched_pages() * PAGE_SIZE / class.slot_bytes()).min(class.objects());
-                free += touched.saturating_sub(span.objects());
-                id = span.next.load(Relaxed);
-            }
-        }
-        free >= enough
+        self.listed(lists).any(|span| {
+            free += span.touched_positions(class).saturating_sub(span.objects());
+            free >= enough
+        })
     }
 
     /// A span of the class that is not wholly touched.
@@ -339,7 +335,7 @@ mod tests {
         }
         assert_eq!((arena.reserve_bytes(), budget.used_bytes()), (2 * SPAN, used));
         assert_eq!(arena.retire_kept(&budget), 0);
-        assert!(!arena.choose_sparse(), "compaction would give back what is ahead");
+        assert!(!arena.choose_sparse(&budget), "compaction would give back what is ahead");
     }
 
     #[test]

@@ -97,6 +97,11 @@ impl Span {
         self.touched_pages.load(Relaxed) as usize
     }
 
+    /// Positions that lie in these pages.
+    pub fn touched_positions(&self, class: Class) -> usize {
+        (self.touched_pages() * PAGE_SIZE / class.slot_bytes()).min(class.objects())
+    }
+
     pub fn set_touched_pages(&self, pages: usize) {
         self.touched_pages.store(pages as u16, Relaxed);
     }

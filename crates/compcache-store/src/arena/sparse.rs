@@ -1,8 +1,9 @@
 //! Which spans compaction empties, and which it squeezes.
 //!
 //! Within a class, the sparsest spans become victims as long as all they hold fits into the free positions of the spans
-//! that stay. A victim is taken off its list, so nothing new is placed in it; the sweep ([`crate::compact`]) moves what
-//! it holds, and freeing the last object gives its memory back. A span fuller than 15/16 is left alone: moving it would
+//! that stay: where there is little room left, of those in pages that are touched, since no others will be touched for it.
+//! A victim is taken off its list, so nothing new is placed in it; the sweep ([`crate::compact`]) moves what it holds, and
+//! freeing the last object gives its memory back. A span fuller than 15/16 is left alone: moving it would
 //! cost more than it gives.
 //!
 //! What stays can still have holes, and in a small store most classes have one span. A span that touches more than its
@@ -28,40 +29,52 @@ pub(super) fn pages_for(positions: usize, class: Class) -> usize {
 
 impl Arena {
     /// Marks victims and spans to squeeze in all classes. Returns whether there are any.
-    pub fn choose_sparse(&self) -> bool {
-        Class::all().fold(false, |any, class| self.choose_in(class) | any)
+    pub fn choose_sparse(&self, budget: &Budget) -> bool {
+        // As in `place_for_move`.
+        let touches = budget.has_ample_room(CREDIT_STEP) && !self.wants_reserve();
+        Class::all().fold(false, |any, class| self.choose_in(class, touches) | any)
     }
 
-    fn choose_in(&self, class: Class) -> bool {
+    /// `touches`: objects may be moved to pages that are not touched yet.
+    fn choose_in(&self, class: Class, touches: bool) -> bool {
         let mut lists = self.lists(class);
         let room = class.objects();
+        let free_in = |span: &Span| match touches {
+            true => room - span.objects(),
+            false => span.touched_positions(class).saturating_sub(span.objects()),
+        };
+        let mut free = if touches { lists.free } else { self.listed(&lists).map(free_in).sum() };
         let (mut to_move, mut any) = (0, false);
         while let Some((span, objects)) = self.sparsest(&lists) {
-            let free_elsewhere = lists.free - (room - objects);
+            let free_elsewhere = free - free_in(span);
             if objects == 0 || free_elsewhere < to_move + objects || objects * 16 > room * 15 {
                 break;
             }
             self.unlink(&mut lists, span);
             span.set_mark(Mark::Victim);
             lists.free -= room - objects;
+            free = free_elsewhere;
             to_move += objects;
             any = true;
         }
-        for first in lists.bins {
-            let mut id = first;
-            while id != NONE {
-                let span = self.span(id);
-                let touched = span.touched_pages();
-                let needed = pages_for(span.objects() + to_move, class) + self.ahead_pages();
-                let spare = touched.saturating_sub(needed);
-                if span.mark() == Mark::Plain && spare >= SQUEEZE_PAGES && spare * SQUEEZE_SHARE >= touched {
-                    span.set_mark(Mark::Squeezed);
-                    any = true;
-                }
-                id = span.next.load(Relaxed);
+        for span in self.listed(&lists) {
+            let touched = span.touched_pages();
+            let needed = pages_for(span.objects() + to_move, class) + self.ahead_pages();
+            let spare = touched.saturating_sub(needed);
+            if span.mark() == Mark::Plain && spare >= SQUEEZE_PAGES && spare * SQUEEZE_SHARE >= touched {
+                span.set_mark(Mark::Squeezed);
+                any = true;
             }
         }
         any
+    }
+
+    /// The spans of a class that have room.
+    pub(super) fn listed(&self, lists: &Lists) -> impl Iterator<Item = &Span> {
+        lists.bins.into_iter().flat_map(|first| {
+            let known = |id| (id != NONE).then(|| self.span(id));
+            core::iter::successors(known(first), move |span| known(span.next.load(Relaxed)))
+        })
     }
 
     /// The first span of the emptiest list, which is within an eighth of the sparsest.
@@ -137,7 +150,7 @@ impl Arena {
         let mut lists = self.lists(class);
         // Looked at again under the lock: freeing its last object may have retired it meanwhile.
         match span.mark() {
-            Mark::Victim if span.objects() > 0 => {
+            Mark::Victim if span.objects() > 0 && span.class() == class => {
                 span.set_mark(Mark::Plain);
                 lists.free += class.objects() - span.objects();
                 self.relist(&mut lists, id, span, class);
@@ -197,5 +210,63 @@ impl Arena {
             drop(lists);
             bytes += self.retire(id, span, budget);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::vec::Vec;
+
+    use super::*;
+
+    const LENGTH: usize = 1368;
+
+    /// A full span of which one object in six is left, and one that is full in its first half.
+    fn holes() -> (Arena, Budget, Vec<Location>) {
+        let (arena, budget, class) =
+            (Arena::reserve(64 * SPAN_BYTES as u64, false).unwrap(), Budget::new(u64::MAX), Class::for_length(LENGTH));
+        let mut credit = Credit::default();
+        let mut place = |_| {
+            budget.admit(&mut credit).unwrap();
+            arena.allocate(class, &budget, &mut credit).unwrap()
+        };
+        let mut places: Vec<_> = (0..class.objects() * 3 / 2).map(&mut place).collect();
+        let dense = places.split_off(class.objects());
+        let (left, gone): (Vec<_>, Vec<_>) = places.into_iter().enumerate().partition(|(at, _)| at % 6 == 0);
+        gone.into_iter().for_each(|(_, place)| _ = arena.free(place, &budget));
+        (arena, budget, left.into_iter().map(|(_, place)| place).chain(dense).collect())
+    }
+
+    /// One pass over all objects; how many bytes it gave back.
+    fn pass(arena: &Arena, budget: &Budget, places: &mut [Location]) -> u64 {
+        let mut freed_bytes = 0;
+        for place in places {
+            if let Some(to) = arena.place_for_move(*place, LENGTH, budget, &mut Credit::default()) {
+                freed_bytes += arena.free(core::mem::replace(place, to), budget);
+            }
+        }
+        freed_bytes + arena.finish_pass(budget)
+    }
+
+    #[test]
+    fn where_no_memory_may_be_touched_a_span_is_squeezed_that_would_not_fit_into_what_is() {
+        let (arena, budget, mut places) = holes();
+        budget.set_limit_bytes(budget.charged_bytes());
+        let touched = |place: Location| arena.span(place.span()).touched_pages();
+        let before = touched(places[0]);
+        assert!(arena.choose_sparse(&budget));
+        let freed_bytes = pass(&arena, &budget, &mut places);
+        assert!(freed_bytes > before as u64 * PAGE * 3 / 4, "{freed_bytes} bytes of {before} pages");
+        budget.set_limit_bytes(budget.charged_bytes());
+        assert!(!arena.choose_sparse(&budget), "there is nothing left to do");
+    }
+
+    #[test]
+    fn where_there_is_room_it_is_emptied() {
+        let (arena, budget, mut places) = holes();
+        let first = places[0].span();
+        assert!(arena.choose_sparse(&budget));
+        let freed_bytes = pass(&arena, &budget, &mut places);
+        assert!(freed_bytes == SPAN_BYTES as u64 && places.iter().all(|place| place.span() != first), "{freed_bytes}");
     }
 }

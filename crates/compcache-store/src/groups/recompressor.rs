@@ -90,6 +90,12 @@ impl Recompressor {
         self.goes_on = Some((pool, at));
     }
 
+    /// A step ends without room for what it has: the next one, which begins where this one did, goes on with what was there before.
+    pub(crate) fn pause_before(&mut self, pool: u64, from: PageIndex) {
+        self.count = self.candidates().take_while(|(candidate, _)| candidate.index < from).count();
+        self.pause(pool, from);
+    }
+
     /// Whether what was gathered is kept for the next step.
     pub(crate) fn is_paused(&self) -> bool {
         self.goes_on.is_some()

@@ -31,14 +31,10 @@ impl Pool {
             self.for_each_in_leaf(leaf_first, first, count, |index| {
                 discarded += u64::from(self.discard_one(index, &mut leaf));
             });
-            if self.core.tree.is_kept(leaf_first) {
-                return;
-            }
             let metas = self.core.tree.leaf(&store.tables, leaf_first).map(|leaf| &leaf.meta);
             let is_empty = metas.is_some_and(|metas| metas.iter().all(|meta| meta.load(Relaxed) == 0));
-            // Where somebody just looks at one of its pages, compaction looks again.
-            if is_empty && self.core.tree.free_leaf_if_empty(&store.tables, leaf_first, &store.budget) == 0 {
-                self.core.note_emptied();
+            if is_empty {
+                self.core.free_leaf_or_note(store, leaf_first);
             }
         });
         self.core.counters.shard(NO_WORKER).discards.fetch_add(discarded, Relaxed);
@@ -93,15 +89,19 @@ impl Pool {
             return Ok(self.contains(from));
         }
         if !self.contains(from) {
-            self.discard_one(to, &mut LeafCache::default());
+            if self.discard_one(to, &mut LeafCache::default()) {
+                self.core.note_emptied();
+            }
             return Ok(false);
         }
-        let Some((mut source, mut target)) = self.lock_both(from, to)? else { return Ok(false) };
+        let both = self.lock_both(from, to)?;
+        // A leaf made for it may be empty, too.
+        self.core.note_emptied();
+        let Some((mut source, mut target)) = both else { return Ok(false) };
         let moved = source.get() != Slot::Absent;
         let overwritten = target.get();
         target.take_from(&mut source);
         drop((source, target));
-        self.core.note_emptied();
         let store = &self.store;
         let before = super::footprint(overwritten, &store.arena);
         self.core.counters.shard(NO_WORKER).change(before, crate::stats::Footprint::ABSENT);

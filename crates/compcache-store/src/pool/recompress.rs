@@ -91,8 +91,9 @@ impl Pool {
         };
         match frame {
             Some((count, length)) => {
-                self.make_room(worker, recompressor)?;
-                self.settle(worker, recompressor, count, length, &mut done)?;
+                let made = self.make_room(worker, recompressor);
+                made.and_then(|()| self.settle(worker, recompressor, count, length, &mut done))
+                    .inspect_err(|_| recompressor.pause_before(self.core.serial(), from))?;
             }
             // Those behind the half are looked at again, with others.
             None => self.scatter(worker, recompressor, count.min(MEMBERS_LEAST)),
@@ -386,6 +387,27 @@ mod tests {
             assert_eq!(pool.stats().grouped_pages, 3, "there was room");
             assert!(pool.write(&mut writer, PageIndex(101), &text(101)).is_ok(), "a writer was refused: {is_pools}");
         }
+    }
+
+    #[test]
+    fn what_was_found_before_there_was_no_room_is_not_forgotten() {
+        let (pool, mut worker, [mut recompressor, _]) = place(8);
+        // So many tables in between that a step ends before it has enough.
+        let behind = LOOKED_MOST as u64;
+        for index in (FANOUT as u64..behind).step_by(FANOUT) {
+            pool.write(&mut worker, PageIndex(index), &[0; PAGE_SIZE]).unwrap();
+        }
+        for index in behind..behind + 8 {
+            pool.write(&mut worker, PageIndex(index), &text(index)).unwrap();
+        }
+        let done = pool.recompress(&mut worker, &mut recompressor, ALL, PageIndex(0)).unwrap();
+        assert_eq!((done.pages, done.next), (0, Some(PageIndex(behind))));
+        pool.store.aside.lock().give_back(&pool.store.budget);
+        pool.store.set_limit_bytes(pool.store.budget.charged_bytes());
+        let refused = pool.recompress(&mut worker, &mut recompressor, ALL, PageIndex(behind));
+        assert!(matches!(refused, Err(StoreError::LimitReached { .. })), "{refused:?}");
+        pool.store.set_limit_bytes(u64::MAX);
+        assert_eq!(pool.recompress(&mut worker, &mut recompressor, ALL, PageIndex(behind)).unwrap().pages, 16);
     }
 
     #[test]
