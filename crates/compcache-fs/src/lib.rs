@@ -18,7 +18,7 @@
 //! What is promised of it, and what FUSE does not allow, is in docs/semantics.md by number; why it is so, in docs/design/fs.md.
 //!
 //! # Lock order
-//! An open file's position is held around the call that uses it, an open directory's listing around those that read it, an open file's second descriptor is opened by one thread while others wait, and one waits for a lease below while no other does; inside of them, and of
+//! An open file's position is held around the call that uses it, an open directory's listing around those that read it, an open file's second descriptor is opened by one thread while others wait; inside of them, and of
 //! nothing else, one of these at a time: the table of inodes, the tables of handles, that of watches, a node's name or stamp, the cache's index (inside of it, the
 //! store's own), what was read ahead. That last one also inside of an open file's run of requests.
 

@@ -398,9 +398,12 @@ impl Region {
         self.header.spill_news.fetch_or(1 << news as u32, Relaxed);
     }
 
-    /// Notes why a process goes on unpaged; the first reason stays.
+    /// Notes why a process goes on unpaged, or was ended; the first reason stays, unless it only says that one is paged in part.
     pub fn note_trouble(&self, trouble: Trouble, errno: i32) {
-        if self.header.trouble.compare_exchange(0, trouble as u32, Relaxed, Relaxed).is_ok() {
+        const IN_PART: [u32; 2] = [Trouble::Devices as u32, Trouble::Regions as u32];
+        let gives_way = |noted| noted == 0 || IN_PART.contains(&noted) && !IN_PART.contains(&(trouble as u32));
+        let replaced = |noted| gives_way(noted).then_some(trouble as u32);
+        if self.header.trouble.fetch_update(Relaxed, Relaxed, replaced).is_ok() {
             self.header.trouble_errno.store(errno as u32, Relaxed);
         }
     }

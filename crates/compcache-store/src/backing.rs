@@ -266,11 +266,17 @@ impl Backing {
             // What there is stays until a write has found more.
             return;
         }
+        let (kept, mut any) = (self.segments.lock().kept(FILLED_KEPT), false);
         while may_go_on() {
-            let Some(begun) = self.segments.lock().next_to_punch(FILLED_KEPT) else { return };
+            let Some(begun) = self.segments.lock().next_to_punch(kept) else { break };
             let bytes = self.segment_bytes as u64;
             self.medium.punch(u64::from(begun.segment) * bytes, bytes);
             self.segments.lock().punched(begun);
+            any = true;
+        }
+        // Only now: who is short keeps more.
+        if any {
+            self.segments.lock().is_short_no_more();
         }
     }
 

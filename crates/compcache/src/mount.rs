@@ -113,7 +113,12 @@ fn changed(args: &RemountArgs) -> anyhow::Result<()> {
             Err(Errno::ROFS) => getxattr_query(&args.target, format!("{name}={value}")).map(drop),
             set => set,
         };
-        set.map_err(|error| refused(&args.target, error))
+        set.map_err(|error| match error {
+            Errno::RANGE => {
+                anyhow!("{value} of what there is has no room for pages and tables; write 10%, or 1M at least")
+            }
+            error => refused(&args.target, error),
+        })
     };
     if let Some(memory) = args.memory {
         ours(&args.target)?;

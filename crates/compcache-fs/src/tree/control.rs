@@ -6,7 +6,7 @@
 //! | name                    | read                                 | written, by root and who mounted   |
 //! |-------------------------|--------------------------------------|------------------------------------|
 //! | `user.compcache.stats`  | a line `NAME VALUE` for each statistic | -                                |
-//! | `user.compcache.memory` | the same                             | the new limit, in bytes, or `50%` of what is there where the server is |
+//! | `user.compcache.memory` | the same                             | the new limit, in bytes, or `50%` of what is there where the server is: 0, or 1 MiB at least |
 //! | `user.compcache.codec`  | the same                             | `lz4`, or `zstd LEVEL`             |
 //!
 //! Where nothing may be written (`ro`) the kernel lets no attribute be set, and settings are changed by reading: `user.compcache.memory=8388608`, by
@@ -67,7 +67,11 @@ impl Tree {
         match control {
             Control::Stats => Err(Errno::PERM),
             Control::Memory => {
-                self.cache.set_limit_bytes(limit_bytes(value, self.whole_bytes).ok_or(Errno::INVAL)?);
+                let bytes = limit_bytes(value, self.whole_bytes).ok_or(Errno::INVAL)?;
+                if (1..LIMIT_LEAST_BYTES).contains(&bytes) {
+                    return Err(Errno::RANGE);
+                }
+                self.cache.set_limit_bytes(bytes);
                 Ok(())
             }
             Control::Codec => {
@@ -81,6 +85,9 @@ impl Tree {
         }
     }
 }
+
+/// With less, but for nothing, there is no room for pages and tables.
+const LIMIT_LEAST_BYTES: u64 = 1 << 20;
 
 /// A number of bytes, or of hundredths of what there is.
 fn limit_bytes(value: &str, whole_bytes: impl Fn() -> u64) -> Option<u64> {

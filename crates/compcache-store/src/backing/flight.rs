@@ -364,6 +364,19 @@ impl Backing {
         result
     }
 
+    /// Where there was no room, it is asked for before anything is written: what is written in vain counts for the day.
+    fn ask_for_room(&self, begun: Begun) -> Result<(), MediumError> {
+        let bytes = self.segment_bytes as u64;
+        if !self.segments.lock().is_try(begun) {
+            return Ok(());
+        }
+        match self.medium.fill(u64::from(begun.segment) * bytes, bytes) {
+            Err(MediumError::NoSpace) => Err(MediumError::NoSpace),
+            // Where it cannot be asked for, the write tells.
+            _ => Ok(()),
+        }
+    }
+
     fn take_off(
         &self,
         store: &Store,
@@ -374,6 +387,7 @@ impl Backing {
         self.fill_spare();
         let offset_bytes = u64::from(begun.segment) * self.segment_bytes as u64;
         let sealed = flight.seal(self, begun).map_err(|Forked| MediumError::Forked);
+        let sealed = sealed.and_then(|()| self.ask_for_room(begun));
         // Another may have had the last of the day's since this one looked.
         if sealed.is_ok() && !self.take_from_daily(worker.now_ns()) {
             self.segments.lock().give_back(begun);

@@ -362,6 +362,11 @@ impl Segments {
         !core::mem::replace(&mut self.is_short, true)
     }
 
+    /// Whether this flight goes where there was no room.
+    pub fn is_try(&self, begun: Begun) -> bool {
+        self.is_short && matches!(self.table[begun.segment as usize].state, State::Writing { filled: false, .. })
+    }
+
     /// A free segment that is to be given its room, so that there are `spares` for cleaning when there is none for anything else.
     pub fn next_to_fill(&mut self, spares: usize) -> Option<Begun> {
         if self.filled_and_sure() >= spares || self.is_short {
@@ -531,11 +536,15 @@ impl Segments {
         }
     }
 
+    /// How many free segments keep their room: `least`, and more where there is no other. What is cleaned there, to have some, is not to be
+    /// given away.
+    pub fn kept(&self, least: usize) -> usize {
+        if self.is_short { least.max(self.count() / KEPT_SHARE) } else { least }
+    }
+
     /// A free segment that takes room where the backing lies, beside `kept` of them; it does so no more after this. Keeps the
     /// first ones, so that the end of a file empties. What it has passed over it does not look at again.
     pub fn next_to_punch(&mut self, kept: usize) -> Option<Begun> {
-        // What is cleaned where there is no room, to have some, is not to be given away.
-        let kept = if self.is_short { kept.max(self.count() / KEPT_SHARE) } else { kept };
         if self.filled <= kept {
             return None;
         }
@@ -549,7 +558,6 @@ impl Segments {
 
     /// It was punched.
     pub fn punched(&mut self, begun: Begun) {
-        self.is_short = false;
         self.filled(begun, false);
     }
 

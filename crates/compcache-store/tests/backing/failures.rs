@@ -152,7 +152,7 @@ fn a_segment_taken_to_empty_one_is_not_written_while_nothing_leaves_memory() {
 /// A medium that takes room where it is written, or is to be, of which there is so much.
 struct Holes {
     memory: Box<dyn Medium>,
-    filled: Mutex<BTreeSet<u64>>,
+    filled: Arc<Mutex<BTreeSet<u64>>>,
     segments: Arc<AtomicU64>,
 }
 
@@ -206,7 +206,7 @@ fn rewrite(at: &mut Place, pages: u64, generations: std::ops::Range<u64>, mut be
 fn where_the_file_system_has_less_room_than_the_backing_may_take_it_is_cleaned_as_soon_as_that_is_full() {
     let segments = Arc::new(AtomicU64::new(14));
     let memory = Memory::new(1, Faults::NONE).medium();
-    let mut at = place(Box::new(Holes { memory, filled: Mutex::default(), segments: segments.clone() }), config(64));
+    let mut at = place(Box::new(Holes { memory, filled: Arc::default(), segments: segments.clone() }), config(64));
     rewrite(&mut at, 6 * FULL, 0..60, |_| {});
     let stats = at.backing.stats();
     assert!(stats.records_moved > 50 && (1..20).contains(&stats.failed_writes), "{stats:?}");
@@ -218,10 +218,40 @@ fn where_the_file_system_has_less_room_than_the_backing_may_take_it_is_cleaned_a
 }
 
 #[test]
+fn what_has_no_room_is_not_counted_for_the_day_again_and_again() {
+    let segments = Arc::new(AtomicU64::new(14));
+    let memory = Memory::new(1, Faults::NONE).medium();
+    let mut at = place(Box::new(Holes { memory, filled: Arc::default(), segments }), config(64));
+    (0..20 * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    while matches!(at.reclaim(), Ok(1..)) {}
+    let (written, failed) = (at.backing.daily_writes(0).written_bytes, at.backing.stats().failed_writes);
+    for _ in 0..20 {
+        let _ = at.reclaim();
+    }
+    assert!(at.backing.stats().failed_writes > failed + 10 && at.backing.health() == Health::Full);
+    assert_eq!(at.backing.daily_writes(0).written_bytes, written);
+}
+
+#[test]
+fn where_there_was_no_room_an_eighth_of_what_there_is_is_kept() {
+    let (segments, filled) = (Arc::new(AtomicU64::new(48)), Arc::<Mutex<BTreeSet<u64>>>::default());
+    let memory = Memory::new(1, Faults::NONE).medium();
+    let mut at = place(Box::new(Holes { memory, filled: filled.clone(), segments }), config(64));
+    (0..60 * FULL).for_each(|index| at.write(index, &noise(index, 1)));
+    while matches!(at.reclaim(), Ok(1..)) {}
+    assert_eq!((at.backing.health(), filled.lock().unwrap().len()), (Health::Full, 48));
+    (0..60 * FULL).for_each(|index| _ = at.pool.discard(PageIndex(index)));
+    at.write(1000, &noise(1000, 1));
+    at.reclaim_all();
+    at.backing.tidy(|| true);
+    assert_eq!(filled.lock().unwrap().len(), 1 + 48 / 8);
+}
+
+#[test]
 fn where_there_is_room_again_it_is_not_cleaned_as_if_there_were_none() {
     let segments = Arc::new(AtomicU64::new(14));
     let memory = Memory::new(1, Faults::NONE).medium();
-    let mut at = place(Box::new(Holes { memory, filled: Mutex::default(), segments: segments.clone() }), config(64));
+    let mut at = place(Box::new(Holes { memory, filled: Arc::default(), segments: segments.clone() }), config(64));
     rewrite(&mut at, 6 * FULL, 0..40, |_| {});
     segments.store(64, Ordering::Relaxed);
     at.backing.tidy(|| true);
@@ -237,7 +267,7 @@ fn where_there_is_room_again_it_is_not_cleaned_as_if_there_were_none() {
 fn where_no_segment_is_wholly_dead_there_is_one_with_room_to_clean_with() {
     let memory = Memory::new(1, Faults::NONE).medium();
     let segments = Arc::new(AtomicU64::new(14));
-    let mut at = place(Box::new(Holes { memory, filled: Mutex::default(), segments }), config(64));
+    let mut at = place(Box::new(Holes { memory, filled: Arc::default(), segments }), config(64));
     // Two are spared.
     fill(&mut at, 12);
     thin(&at, 12, 3);
@@ -333,7 +363,7 @@ fn a_page_that_is_moved_while_its_segment_is_cleaned_does_not_cost_the_last_one_
 #[test]
 fn nor_does_it_cost_the_last_one_that_has_its_room_where_there_is_no_other() {
     let (hook, segments) = (Arc::default(), Arc::new(AtomicU64::new(20)));
-    let holes = Holes { memory: Memory::new(1, Faults::NONE).medium(), filled: Mutex::default(), segments };
+    let holes = Holes { memory: Memory::new(1, Faults::NONE).medium(), filled: Arc::default(), segments };
     let medium = HookedWrite(Box::new(holes), Arc::clone(&hook));
     move_while_cleaned(place(Box::new(medium), config(64)), &hook);
 }

@@ -13,13 +13,18 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 
 use crate::run::say;
 
 const SETTING: &str = "/proc/sys/vm/watermark_boost_factor";
 const NONE: &str = "0";
+const TRIES: u32 = 10;
+const BETWEEN_TRIES: Duration = Duration::from_millis(10);
 
 /// As long as this is there, watermarks are not boosted.
 pub struct NoBoost {
@@ -45,8 +50,13 @@ impl NoBoost {
 
     fn take_at(setting: &Path) -> Option<NoBoost> {
         let shared = File::open(setting).ok()?;
-        // Whoever puts it back holds it alone, for a moment.
-        flock(&shared, FlockOperation::LockShared).ok()?;
+        // Whoever puts it back holds it alone, for a moment; any user can hold it for longer, and is not waited for.
+        for _ in 0..TRIES {
+            if flock(&shared, FlockOperation::NonBlockingLockShared) != Err(Errno::WOULDBLOCK) {
+                break;
+            }
+            thread::sleep(BETWEEN_TRIES);
+        }
         let before = value(setting)?;
         if before != NONE {
             fs::write(setting, NONE).ok()?;
@@ -94,6 +104,13 @@ mod tests {
         assert_eq!(value(&setting).unwrap(), "0", "the first has swap");
         drop(first);
         assert_eq!(value(&setting).unwrap(), "15000");
+
+        fs::write(&setting, "15000\n").unwrap();
+        let held = File::open(&setting).unwrap();
+        flock(&held, FlockOperation::NonBlockingLockExclusive).unwrap();
+        drop(NoBoost::take_at(&setting).unwrap());
+        assert_eq!(value(&setting).unwrap(), "0", "who holds it, for whatever, is not waited for");
+        drop(held);
 
         let taken = NoBoost::take_at(&setting).unwrap();
         fs::write(&setting, "7000\n").unwrap();

@@ -165,11 +165,13 @@ impl Cold {
         let mut tools = Tools::new(&self.store, level)?;
         let before = {
             let mut watched = self.lock();
+            // Before anything is done.
+            watched.refuse_swap()?;
             let now_ns = clock_ns();
             watched.ages.note(self.store.age(), now_ns);
             match idle.map(|idle| watched.ages.before(nanoseconds(idle), now_ns)) {
                 None => None,
-                Some(None) => return watched.refuse_swap().map(|()| Done::default()),
+                Some(None) => return Ok(Done::default()),
                 Some(before) => before,
             }
         };

@@ -68,8 +68,11 @@ fn a_limit_without_room_for_pages_is_refused_and_none_is_not() {
         assert!(said(&output).contains("1M at least"), "{}", said(&output));
     }
     let tree = Tree::mounted(&["--memory", "1M"]);
-    let output = Command::new(compcache()).args(["remount", "--memory", "1K"]).arg(tree.target()).output().unwrap();
-    assert!(!output.status.success() && said(&output).contains("1M at least"), "{}", said(&output));
+    for memory in ["1K", "0.0001%"] {
+        let output =
+            Command::new(compcache()).args(["remount", "--memory", memory]).arg(tree.target()).output().unwrap();
+        assert!(!output.status.success() && said(&output).contains("1M at least"), "{}", said(&output));
+    }
     assert_eq!(tree.stat("memlimit"), 1 << 20);
     tree.ok(&["remount", "--memory", "0"]);
     assert_eq!(tree.stat("memlimit"), 0);
