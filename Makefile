@@ -31,6 +31,8 @@ test: export RUST_TEST_THREADS ?= $(shell expr $$(nproc) + 1)
 # listed before the last of them.
 test: export COMPCACHE_PRELOAD = $(RELEASE)/libcompcache_preload.so
 test: export COMPCACHE_SKIPS = $(TARGET)/skipped
+# One that hangs is ended, says where, and costs no more than itself.
+test: export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER = $(abspath .ci/watched)
 test: build
 	$(CARGO) build --release -p compcache-testkit --bin memory-tester
 	@rm -f $(COMPCACHE_SKIPS) && touch $(COMPCACHE_SKIPS)
