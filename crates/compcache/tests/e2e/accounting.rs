@@ -154,9 +154,8 @@ fn total_memory_stays_within_a_tenth_of_ram() {
         // From the first page on: the whole is capped, not only the steady state.
         while !running.stdout_so_far().contains("warm\n") {
             samples.extend(total_bytes(pid));
-            std::thread::sleep(Duration::from_millis(5));
+            running.still_runs("warm\n");
         }
-        running.await_output("warm\n");
         samples.extend(sample(&running, 2.0, || total_bytes(pid)));
         let (count, (_, peak)) = (samples.len(), median_and_peak(samples));
         let outcome = running.finish();
@@ -183,8 +182,7 @@ fn the_limit_holds_whatever_the_content_where_it_spills() {
         let mut samples = Vec::new();
         while running.stdout_so_far().matches("right\n").count() < 2 {
             samples.extend(total_bytes(pid));
-            assert!(samples.len() < 60_000, "it does not come to an end");
-            std::thread::sleep(Duration::from_millis(5));
+            running.still_runs("right\n");
         }
         running.close_input();
         spill::must_have_spilled(&running.finish());

@@ -315,15 +315,16 @@ impl Running {
     /// Waits until it has printed `text`.
     pub fn await_output(&mut self, text: &str) {
         while !self.stdout_so_far().contains(text) {
-            assert!(
-                self.try_wait().is_none(),
-                "{}: ended before it printed {text:?}\n{}",
-                self.shown,
-                self.stderr_so_far()
-            );
-            self.give_up_when_late();
-            std::thread::sleep(Duration::from_millis(5));
+            self.still_runs(text);
         }
+    }
+
+    /// Between two looks at what it has printed: it must not have ended before `text`, nor be late.
+    pub fn still_runs(&mut self, text: &str) {
+        let ended = self.try_wait();
+        assert!(ended.is_none(), "{}: ended before it printed {text:?}\n{}", self.shown, self.stderr_so_far());
+        self.give_up_when_late();
+        std::thread::sleep(Duration::from_millis(5));
     }
 
     pub fn stderr_so_far(&self) -> String {
@@ -380,11 +381,14 @@ impl Running {
     }
 
     /// Does this while the program runs. A server's workers may be gone when it ends: the peak is sampled meanwhile.
+    ///
+    /// Where it is late its processes are ended, which ends the work of who asks them.
     pub fn during<T: Send>(&mut self, work: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let working = scope.spawn(work);
             while !working.is_finished() {
                 self.sample_peak();
+                self.give_up_when_late();
                 std::thread::sleep(Duration::from_millis(15));
             }
             working.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
