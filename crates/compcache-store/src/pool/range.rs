@@ -94,14 +94,16 @@ impl Pool {
             }
             return Ok(false);
         }
-        let both = self.lock_both(from, to)?;
-        // A leaf made for it may be empty, too.
-        self.core.note_emptied();
-        let Some((mut source, mut target)) = both else { return Ok(false) };
+        let Some((mut source, mut target)) = self.lock_both(from, to)? else {
+            // The leaf that was made for it, or what it held was all there.
+            self.core.note_emptied();
+            return Ok(false);
+        };
         let moved = source.get() != Slot::Absent;
         let overwritten = target.get();
         target.take_from(&mut source);
         drop((source, target));
+        self.core.note_emptied();
         let store = &self.store;
         let before = super::footprint(overwritten, &store.arena);
         self.core.counters.shard(NO_WORKER).change(before, crate::stats::Footprint::ABSENT);

@@ -19,7 +19,8 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Signal, kill_process};
 
 use crate::support::{
-    Mounted, PATIENCE, Server, Stopped, Tree, ask, backing_file, can_mount, compcache, said, sample_until, scratch,
+    Mounted, PATIENCE, Server, Stopped, Tree, ask, backing_file, can_mount, compcache, ignore, said, sample_until,
+    scratch,
 };
 
 /// What a server says that must not come up; one that does is ended after a while.
@@ -399,6 +400,7 @@ fn a_disk_whose_making_is_interrupted_is_removed() {
         let mut command = Command::new(compcache());
         command.args(["disk", "create", "--size", "8M", "--mkfs", "slow", "--mount", "/nowhere", "--socket"]);
         command.arg(server.socket()).env("PATH", &path).process_group(0);
+        ignore(&mut command, &[]);
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         sample_until("the file system is being made", 20, || begun.exists().then_some(()));
         let pid = child.id() as i32;
@@ -491,6 +493,8 @@ fn a_disk_that_waits_for_its_origin_to_be_removed_holds_up_no_other_command() {
     let (done, hears) = mpsc::channel();
     let (asked, socket) = (mpsc::channel(), server.socket());
     thread::scope(|scope| {
+        // Goes on before the threads are waited for, whatever fails.
+        let stopped = stopped;
         let socket = &socket;
         scope.spawn(move || _ = done.send(ask(socket, &["disk", "rm", "--force", "slow"])));
         scope.spawn(move || {

@@ -1,7 +1,7 @@
 //! A tree that is mounted for a test by a `compcache mount` of its own, and unmounted with it.
 
 use std::fs::{self, Permissions};
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
@@ -122,10 +122,9 @@ impl Tree {
         let (child, said) = by_rings::mounting(|| {
             let mut child =
                 command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().expect("compcache can be started");
-            let mut line = String::new();
             let mut said = BufReader::new(child.stderr.take().expect("it is piped"));
-            said.read_line(&mut line).expect("it says text");
-            assert!(line.contains("is mounted on"), "it said {line:?}");
+            let lines = hears(&mut said, "is mounted on");
+            assert!(lines.lines().count() == 1, "it said {lines:?}");
             (child, said)
         });
         by_rings::check(child.id());
