@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use linux_raw_sys::general::O_EXCL;
-use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
+use rustix::fs::{AtFlags, CWD, FileType, OFlags, StatxFlags, statx};
 use rustix::io::Errno;
 
 /// How long somebody who only looks (udev and its probes, when a device appears) may have the device open.
@@ -36,7 +36,7 @@ pub enum Holder {
     #[error("it is swap space; `swapoff` it first")]
     Swap,
     /// A file system on it is mounted.
-    #[error("it is mounted on {}; unmount it first", at.display())]
+    #[error("it is mounted on {}; unmount it first", shown(at.as_os_str()))]
     Mounted {
         /// Where.
         at: PathBuf,
@@ -48,7 +48,7 @@ pub enum Holder {
         name: PathBuf,
     },
     /// A process has it open.
-    #[error("process {pid} ({}) has it open", .name.display())]
+    #[error("process {pid} ({}) has it open", shown(.name))]
     Process {
         /// Its id.
         pid: u32,
@@ -196,7 +196,7 @@ impl Node {
                 // Sockets and their like have no path.
                 let path = fs::read_link(one.path()).ok().filter(|path| path.is_absolute());
                 let is_it = path.is_some_and(|path| self.is_it(&path) || is_one_of(&one.path(), numbers));
-                is_it && !is_ours(one.file_name())
+                is_it && !is_ours(one.file_name()) && !is_only_a_place(&process.path(), &one.file_name())
             });
             if opened {
                 let mut name = fs::read(process.path().join("comm")).unwrap_or_default();
@@ -227,6 +227,18 @@ fn loop_devices() -> impl Iterator<Item = (String, PathBuf)> {
         let over = over.strip_suffix(b"\n").unwrap_or(&over);
         Some((name, Path::new(OsStr::from_bytes(over)).to_owned()))
     })
+}
+
+/// A name that somebody else has chosen, for a terminal or a log.
+fn shown(name: &OsStr) -> String {
+    name.to_string_lossy().chars().map(|one| if one.is_control() { '?' } else { one }).collect()
+}
+
+/// Whether a descriptor of a process is one of O_PATH, which anybody can have of anything, and holds nothing.
+fn is_only_a_place(process: &Path, descriptor: &OsStr) -> bool {
+    let told = fs::read_to_string(process.join("fdinfo").join(descriptor)).unwrap_or_default();
+    let flags = told.lines().find_map(|line| u32::from_str_radix(line.strip_prefix("flags:")?.trim(), 8).ok());
+    flags.is_some_and(|flags| OFlags::from_bits_retain(flags).contains(OFlags::PATH))
 }
 
 /// Whether what is open or lies there is one of the block devices. Nobody is asked who serves a file system.
@@ -289,6 +301,21 @@ mod tests {
         for path in ["/dev/ublkb12", "/dev/ublkb1p", "/dev/ublkb1px", "/dev/ublkb", "/ublkb1", "/mnt/dev/ublkb1"] {
             assert!(!node.is_it(Path::new(path)), "{path}");
         }
+    }
+
+    #[test]
+    fn a_descriptor_that_names_a_file_is_told_from_one_that_has_it_open() {
+        let named = rustix::fs::open("/dev/null", OFlags::PATH, rustix::fs::Mode::empty()).unwrap();
+        let open = File::open("/dev/null").unwrap();
+        let is_place =
+            |number: i32| is_only_a_place(Path::new("/proc/self"), OsStr::from_bytes(number.to_string().as_bytes()));
+        assert!(is_place(named.as_raw_fd()) && !is_place(open.as_raw_fd()) && !is_place(-1));
+    }
+
+    #[test]
+    fn what_others_are_called_does_not_write_to_the_terminal() {
+        let holder = Holder::Process { pid: 1, name: "a\x1b[2J\nb".into() };
+        assert_eq!(holder.to_string(), "process 1 (a?[2J?b) has it open");
     }
 
     #[test]

@@ -92,6 +92,12 @@ pub fn unchecked<T>(caller: Caller, open: impl FnOnce() -> io::Result<T>) -> io:
     with_rights(caller, CapabilitySet::empty(), open)
 }
 
+/// Calls `change` as the one who asks, if he is not root, and with no right but to keep a set-group-ID bit: who owned a file when the kernel above
+/// last looked may own it no more, and the kernel below knows.
+pub fn as_owner<T>(caller: Caller, change: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    if caller.uid == 0 { change() } else { with_rights(caller, CapabilitySet::FSETID, change) }
+}
+
 /// The group that is still to be given to what [`as_caller`] made: who serves a tree of his own, and asks as one of another of his groups, could not make it so.
 pub fn group_to_give(caller: Caller) -> Option<Gid> {
     let is_another = caller.uid == SERVER.uid && caller.gid != SERVER.gid && !SERVER.takes_groups;

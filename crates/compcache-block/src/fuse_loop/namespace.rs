@@ -63,7 +63,7 @@ pub(super) fn cut_in_namespace_of(pid: u32, mount_point: &Path) {
             }
             for namespace in namespaces {
                 if move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Mount)).is_ok() {
-                    let _ = unmount(mount_point, UnmountFlags::FORCE);
+                    let _ = unmount(mount_point, UnmountFlags::FORCE | UnmountFlags::NOFOLLOW);
                 }
             }
         });

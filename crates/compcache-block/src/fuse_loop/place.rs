@@ -45,6 +45,8 @@ pub(super) struct Place {
     file_name: String,
     /// Held locked. `None` once all is removed.
     lock: Option<File>,
+    /// The process in the directory's name was killed, and cannot end: that number is its still.
+    is_owner_dying: bool,
 }
 
 impl Place {
@@ -65,7 +67,7 @@ impl Place {
             }
         };
         let file_name = format!("disk-{:016x}", RandomState::new().hash_one(&directory));
-        let mut place = Place { directory, file_name, lock: None };
+        let mut place = Place { directory, file_name, lock: None, is_owner_dying: false };
         let made = open_lock(&place.directory).and_then(|mut lock| {
             flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
             lock.write_all(place.file_name.as_bytes())?;
@@ -88,15 +90,15 @@ impl Place {
     /// has no lock is then of a process that ended before it made it, or while it removed all.
     pub fn take_over(directory: &Path) -> io::Result<Option<Place>> {
         let mut lock = open_lock(directory)?;
-        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(Errno::WOULDBLOCK) if owner_is_dying(directory) => {}
+        let is_owner_dying = match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => false,
+            Err(Errno::WOULDBLOCK) if owner_is_dying(directory) => true,
             Err(Errno::WOULDBLOCK) => return Ok(None),
             Err(error) => return Err(error.into()),
-        }
+        };
         let mut file_name = String::new();
         lock.read_to_string(&mut file_name)?;
-        Ok(Some(Place { directory: directory.to_owned(), file_name, lock: Some(lock) }))
+        Ok(Some(Place { directory: directory.to_owned(), file_name, lock: Some(lock), is_owner_dying }))
     }
 
     /// Where the file system is, or will be, mounted.
@@ -141,7 +143,8 @@ impl Place {
         let point = self.mount_point();
         // The kernel cuts the connection first, and then finds that the file system is busy.
         if unmount(&point, UnmountFlags::FORCE) == Err(Errno::INVAL)
-            && let Some(pid) = owner(&self.directory).filter(|pid| *pid != process::id())
+            && self.is_owner_dying
+            && let Some(pid) = owner(&self.directory)
         {
             cut_in_namespace_of(pid, &point);
         }

@@ -5,10 +5,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use fuser::{FileAttr, FileHandle, INodeNo, TimeOrNow};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, Timespec, Timestamps, chmodat, chownat, ftruncate, utimensat};
 use rustix::io::{self, Errno};
-use rustix::process::{Gid, Uid};
+use rustix::process::{Gid, Uid, geteuid};
 
 use super::Tree;
-use crate::caller::{Caller, dropping_suid};
+use crate::caller::{Caller, as_owner, dropping_suid};
 use crate::inodes::Node;
 use crate::stamp::{attributes, look};
 
@@ -53,9 +53,12 @@ impl Tree {
     ) -> io::Result<FileAttr> {
         let node = self.inodes.get(number)?;
         if let Some(mode) = changes.mode {
-            chmodat(CWD, node.path(), Mode::from_raw_mode(mode), AtFlags::empty())?;
+            change_mode(caller, &node, mode)?;
         }
         if changes.uid.is_some() || changes.gid.is_some() {
+            if ![0, geteuid().as_raw(), node.look()?.stx_uid].contains(&caller.uid) {
+                return Err(Errno::PERM);
+            }
             let (owner, group) = (changes.uid.map(Uid::from_raw), changes.gid.map(Gid::from_raw));
             chownat(&node, c"", owner, group, AtFlags::EMPTY_PATH)?;
         }
@@ -86,6 +89,21 @@ impl Tree {
         // Whoever may not keep these bits is not told by fuser; root alone is taken to be allowed.
         dropping_suid(caller.uid != 0, node, || self.writing(node, (size_bytes.min(before), u64::MAX), cut))
     }
+}
+
+/// Gives a file another mode, if who asks owns it now. That set-user-ID and set-group-ID bits go because somebody else has written to it, kernels before 5.11
+/// ask for in his name.
+fn change_mode(caller: Caller, node: &Node, mode: u32) -> io::Result<()> {
+    const BITS: u32 = 0o7777;
+    const SET_IDS: u32 = 0o6000;
+    let change = || chmodat(CWD, node.path(), Mode::from_raw_mode(mode), AtFlags::empty());
+    let refused = match as_owner(caller, change) {
+        Err(Errno::PERM) => Errno::PERM,
+        changed => return changed,
+    };
+    let before = u32::from(node.look()?.stx_mode) & BITS;
+    let changed = before ^ (mode & BITS);
+    if changed != 0 && changed & !(before & SET_IDS) == 0 { change() } else { Err(refused) }
 }
 
 /// A time as the library gives it.

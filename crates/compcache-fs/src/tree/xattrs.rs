@@ -8,7 +8,7 @@ use rustix::io::{self, Errno};
 
 use super::Tree;
 use super::control::Control;
-use crate::caller::{Caller, unchecked};
+use crate::caller::{Caller, as_owner, unchecked};
 
 /// The kernel lists no more.
 const LIST_BYTES_MAX: usize = 64 << 10;
@@ -99,14 +99,22 @@ impl Tree {
         }
         let node = self.inodes.get(number)?;
         let set = || setxattr(node.path(), name, value, XattrFlags::from_bits_retain(flags as u32));
-        if is_checked(caller, name) { set() } else { unchecked(caller, set) }
+        changing(caller, name, set)
     }
 
     pub fn remove_attribute(&self, caller: Caller, number: INodeNo, name: &OsStr) -> io::Result<()> {
         let node = self.inodes.get(number)?;
         let remove = || removexattr(node.path(), name);
-        if is_checked(caller, name) { remove() } else { unchecked(caller, remove) }
+        changing(caller, name, remove)
     }
+}
+
+/// Changes an attribute with the rights that are right for it: to change an ACL is to change the mode.
+fn changing(caller: Caller, name: &OsStr, change: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    if ACLS.iter().any(|acl| name == *acl) {
+        return as_owner(caller, change);
+    }
+    if is_checked(caller, name) { change() } else { unchecked(caller, change) }
 }
 
 /// Whether the kernel above has decided that `caller` may read or change this. Attributes of the system, but for POSIX's ACLs, it leaves to the file system, which knows

@@ -1,14 +1,17 @@
 //! The statistics of a run, as `--stats` writes them and the summary tells them.
 
-use std::fs::{self, File, Metadata, OpenOptions, Permissions};
+use std::ffi::OsString;
+use std::fs::{self, File, Metadata, Permissions};
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use compcache_pager::shared::{Counters, LATENCY_BUCKETS, Region, Trouble, bucket_floor_ns};
+use rustix::fs::{AtFlags, Mode, OFlags, openat, renameat, unlinkat};
 use rustix::io::Errno;
 use serde::Serialize;
 
@@ -251,7 +254,10 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
 /// The file of `--stats`, replaced as a whole each time, so that a reader never sees half of it.
 pub struct StatsFile {
     path: PathBuf,
-    temporary: PathBuf,
+    /// The one that was meant: whoever may rename it, or one above it, has nothing written elsewhere.
+    directory: OwnedFd,
+    name: OsString,
+    temporary: OsString,
     /// What was there before: who may read that may read what replaces it.
     before: Option<Metadata>,
     failed: Option<io::Error>,
@@ -274,14 +280,15 @@ impl StatsFile {
             ),
             _ => {}
         }
-        let mut temporary = std::ffi::OsString::from(".");
+        let mut temporary = OsString::from(".");
         temporary.push(name);
         temporary.push(format!(".{}", std::process::id()));
-        let temporary = path.with_file_name(temporary);
-        let file = Self { path: path.to_owned(), temporary, before, failed: None };
-        file.write_anew("").with_context(|| {
-            format!("--stats {}: cannot write there, name a file in a directory of yours", path.display())
-        })?;
+        let why = || format!("--stats {}: cannot write there, name a file in a directory of yours", path.display());
+        let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(directory, flags, Mode::empty()).with_context(why)?;
+        let file = Self { path: path.to_owned(), directory, name: name.to_owned(), temporary, before, failed: None };
+        file.write_anew("").with_context(why)?;
         Ok(file)
     }
 
@@ -289,19 +296,25 @@ impl StatsFile {
     pub fn write(&mut self, stats: &Stats) {
         let mut text = serde_json::to_string_pretty(stats).expect("numbers and words are always JSON");
         text.push('\n');
-        let written = self.write_anew(&text).and_then(|()| fs::rename(&self.temporary, &self.path));
-        self.failed = written.err();
+        let replace = || renameat(&self.directory, &self.temporary, &self.directory, &self.name);
+        self.failed = self.write_anew(&text).and_then(|()| Ok(replace()?)).err();
     }
 
     /// Writes a file that is new: in a directory of many users a link could be there, to a file of ours.
     fn write_anew(&self, text: &str) -> io::Result<()> {
-        let _ = fs::remove_file(&self.temporary);
-        let Some(before) = &self.before else { return File::create_new(&self.temporary)?.write_all(text.as_bytes()) };
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&self.temporary)?;
+        self.remove_temporary();
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let mode = Mode::from_raw_mode(if self.before.is_some() { 0o600 } else { 0o666 });
+        let mut file = File::from(openat(&self.directory, &self.temporary, flags, mode)?);
+        let Some(before) = &self.before else { return file.write_all(text.as_bytes()) };
         // Nobody but root can give files away.
         let _ = fchown(&file, Some(before.uid()), Some(before.gid()));
         file.set_permissions(Permissions::from_mode(before.mode() & 0o777))?;
         file.write_all(text.as_bytes())
+    }
+
+    fn remove_temporary(&self) {
+        let _ = unlinkat(&self.directory, &self.temporary, AtFlags::empty());
     }
 
     /// Says if the last write failed.
@@ -315,7 +328,7 @@ impl StatsFile {
 impl Drop for StatsFile {
     fn drop(&mut self) {
         // Exists only if the last rename failed or none was made.
-        let _ = fs::remove_file(&self.temporary);
+        self.remove_temporary();
     }
 }
 
@@ -331,11 +344,26 @@ mod tests {
         fs::write(&victim, "kept").unwrap();
         plant().unwrap();
         let mut file = StatsFile::create(&path).unwrap();
-        fs::remove_file(&file.temporary).unwrap();
+        fs::remove_file(dir.path().join(&file.temporary)).unwrap();
         plant().unwrap();
         file.write(&Stats::default());
         assert_eq!(fs::read_to_string(&victim).unwrap(), "kept");
         assert!(fs::symlink_metadata(&path).unwrap().is_file());
+    }
+
+    #[test]
+    fn a_directory_that_takes_the_place_of_the_one_that_was_meant_stays_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let [meant, moved, victim] = ["meant", "moved", "victim"].map(|name| dir.path().join(name));
+        fs::create_dir(&meant).unwrap();
+        fs::create_dir(&victim).unwrap();
+        let mut file = StatsFile::create(&meant.join("stats")).unwrap();
+        fs::rename(&meant, &moved).unwrap();
+        std::os::unix::fs::symlink(&victim, &meant).unwrap();
+        file.write(&Stats::default());
+        drop(file);
+        assert_eq!(fs::read_dir(&victim).unwrap().count(), 0);
+        assert!(fs::read_to_string(moved.join("stats")).unwrap().starts_with('{'));
     }
 
     #[test]

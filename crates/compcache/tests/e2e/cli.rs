@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use compcache_testkit::features::{Feature, requires, skip};
 
-use crate::support::{Cap, Program, beside_others, compcache, preload, sample_until, scratch, trap_program, ways};
+use crate::support::{
+    Cap, Program, beside_others, compcache, copy_program, preload, sample_until, scratch, trap_program, ways,
+};
 
 fn run(arguments: &[&str]) -> Output {
     let mut command = Command::new(compcache());
@@ -245,7 +247,7 @@ fn someone_without_userfaultfd_is_told_three_ways_to_get_it() {
     // Where nobody can read it: a copy of both files.
     let dir = tempfile::tempdir().expect("a temporary directory");
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).expect("our directory");
-    fs::copy(compcache(), dir.path().join("compcache")).expect("a copy");
+    copy_program(&compcache(), &dir.path().join("compcache"));
     fs::copy(preload(), dir.path().join("libcompcache_preload.so")).expect("a copy");
     let mut command = Command::new("setpriv");
     command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(dir.path().join("compcache"));

@@ -19,8 +19,8 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Signal, kill_process};
 
 use crate::support::{
-    Mounted, PATIENCE, Server, Stopped, Tree, ask, backing_file, can_mount, compcache, ignore, said, sample_until,
-    scratch,
+    Mounted, PATIENCE, Server, Stopped, Tree, ask, backing_file, can_mount, compcache, copy_program, ignore, said,
+    sample_until, scratch,
 };
 
 /// What a server says that must not come up; one that does is ended after a while.
@@ -242,7 +242,7 @@ fn another_user_may_not_ask() {
     // Where anybody may go; so it is not a mode that keeps them out, only who asks.
     let open_to_all = tempfile::tempdir().expect("a directory for temporary files");
     let binary = open_to_all.path().join("compcache");
-    fs::copy(compcache(), &binary).expect("there is room for a copy");
+    copy_program(&compcache(), &binary);
     let server = Server::start_in(open_to_all, &[]);
     for path in [server.directory.path(), &binary, &server.socket()] {
         fs::set_permissions(path, fs::Permissions::from_mode(0o777)).expect("it is ours");

@@ -17,7 +17,7 @@ use compcache_testkit::features::{Feature, requires, skip};
 use tempfile::TempDir;
 
 use crate::mount_posix::as_user;
-use crate::support::{PATIENCE, Stopped, Tree, can_mount, compcache, said, scratch};
+use crate::support::{PATIENCE, Stopped, Tree, can_mount, compcache, copy_program, said, scratch};
 
 const MIB: usize = 1 << 20;
 /// Longer than a file's times need to tell its versions apart.
@@ -406,7 +406,7 @@ fn what_a_mount_inside_the_source_forbids_is_forbidden_there() {
         fs::create_dir(source.join("d")).unwrap();
         // In a directory of its own: what holds for a mount holds all the way down.
         let (program, device) = (source.join("d/id"), source.join("d/null"));
-        fs::copy("/usr/bin/id", &program).unwrap();
+        copy_program(Path::new("/usr/bin/id"), &program);
         let capabilities = [0x0200_0000u32, 1 << 10, 0, 0, 0].map(u32::to_le_bytes).concat();
         let (at, kind) = (CString::new(path(&program)).unwrap(), c"security.capability".as_ptr());
         fs::set_permissions(&program, fs::Permissions::from_mode(0o6755)).unwrap();
@@ -510,5 +510,43 @@ other="$1/$(printf '\377')"; mkdir "$other" && mount -t tmpfs none "$other" || e
     let output = Command::new("unshare").args(["-m", "sh", "-c", script]).arg(compcache()).args(arguments).output();
     let output = output.expect("unshare runs");
     assert!(output.status.success(), "{}", said(&output));
+    tree.unmount();
+}
+
+#[test]
+fn who_owns_a_file_no_more_changes_neither_its_mode_nor_its_group_nor_its_acl() {
+    const USER: u32 = 1234;
+    /// The owner may all, others nothing.
+    const ACL: [u32; 7] = [2, 7 << 16 | 1, !0, 4, !0, 0x20, !0];
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&["--allow-other"]);
+    let (above, below) = (tree.target().join("f"), tree.source().join("f"));
+    let file = as_user(USER, USER, || File::create(&above)).unwrap();
+    let change = || {
+        let acl = ACL.map(u32::to_le_bytes).concat();
+        let acl = |name| rustix::fs::fsetxattr(&file, name, &acl, rustix::fs::XattrFlags::empty());
+        let group = rustix::process::Gid::from_raw(USER);
+        [
+            rustix::fs::fchmod(&file, 0o6755.into()),
+            rustix::fs::fchown(&file, None, Some(group)),
+            acl("system.posix_acl_access"),
+        ]
+    };
+    let [mode, group, acl] = as_user(USER, USER, change);
+    assert_eq!((mode, group), (Ok(()), Ok(())));
+    if acl != Err(rustix::io::Errno::OPNOTSUPP) {
+        assert_eq!((acl, fs::metadata(&below).unwrap().mode()), (Ok(()), 0o100700));
+    }
+    // The kernel above has not looked since.
+    std::os::unix::fs::chown(&below, Some(0), Some(0)).unwrap();
+    fs::set_permissions(&below, fs::Permissions::from_mode(0o600)).unwrap();
+    for refused in as_user(USER, USER, change) {
+        assert!(matches!(refused, Err(rustix::io::Errno::PERM | rustix::io::Errno::OPNOTSUPP)), "{refused:?}");
+    }
+    let now = fs::metadata(&below).unwrap();
+    assert_eq!((now.mode(), now.uid(), now.gid()), (0o100600, 0, 0));
+    drop(file);
     tree.unmount();
 }

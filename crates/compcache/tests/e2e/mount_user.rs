@@ -4,7 +4,7 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::process::{Command, Stdio};
 
-use crate::support::{by_rings, can_mount, compcache, scratch};
+use crate::support::{by_rings, can_mount, compcache, copy_program, scratch};
 
 const NOBODY: u32 = 65534;
 
@@ -31,7 +31,7 @@ fn as_nobody_where(others: &str, script: &str) -> String {
         chown(place.path().join(name), Some(NOBODY), Some(NOBODY)).expect("root may give it away");
     }
     // Nobody may enter where the build puts it.
-    fs::copy(compcache(), place.path().join("compcache")).expect("a program that can be read");
+    copy_program(&compcache(), &place.path().join("compcache"));
     let begin = r#"
 mounted() { for _ in $(seq 100); do grep -q " $PWD/target fuse" /proc/mounts && by_rings && return; sleep 0.1; done; echo "not mounted, or otherwise than meant"; exit 1; }
 by_rings() { [ -z "${COMPCACHE_TEST_BY_RINGS:-}" ] || grep -q fuse-ring /proc/$server/task/*/comm; }

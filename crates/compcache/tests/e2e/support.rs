@@ -14,11 +14,18 @@ pub use run::{Cap, Outcome, Program, Running, Way, alone, beside_others, sample_
 pub use server::{LoopDevice, Mounted, PATIENCE, Server, Stopped, ask, backing_file, hears, ignore, said};
 pub use tree::{Tree, can_mount};
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// A directory of this test's own, on a file system with direct I/O where the build directory has it.
 pub fn scratch() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory under the build directory")
+}
+
+/// Copies a program, by another process: a test that forks meanwhile would have the copy open for writing, and then it cannot be run.
+pub fn copy_program(from: &Path, to: &Path) {
+    let copied = Command::new("cp").args([from, to]).status();
+    assert!(copied.is_ok_and(|status| status.success()), "{} can be copied", from.display());
 }
 
 /// The `compcache` under test.
