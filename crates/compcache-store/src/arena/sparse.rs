@@ -30,8 +30,8 @@ pub(super) fn pages_for(positions: usize, class: Class) -> usize {
 impl Arena {
     /// Marks victims and spans to squeeze in all classes. Returns whether there are any.
     pub fn choose_sparse(&self, budget: &Budget) -> bool {
-        // As in `place_for_move`.
-        let touches = budget.has_ample_room(CREDIT_STEP) && !self.wants_reserve();
+        // As in `place_for_move`. With a reserve, what is emptied goes back into it, and what squeezing gives back does not.
+        let touches = budget.has_ample_room(CREDIT_STEP) || self.wants_reserve();
         Class::all().fold(false, |any, class| self.choose_in(class, touches) | any)
     }
 
