@@ -1,17 +1,17 @@
 //! The statistics of a run, as `--stats` writes them and the summary tells them.
 
 use std::ffi::OsString;
-use std::fs::{self, File, Metadata, Permissions};
+use std::fs::{File, Permissions};
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
+use std::os::unix::fs::{PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use compcache_pager::shared::{Counters, LATENCY_BUCKETS, Region, Trouble, bucket_floor_ns};
-use rustix::fs::{AtFlags, Mode, OFlags, openat, renameat, unlinkat};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, openat, renameat, statat, unlinkat};
 use rustix::io::Errno;
 use serde::Serialize;
 
@@ -259,7 +259,7 @@ pub struct StatsFile {
     name: OsString,
     temporary: OsString,
     /// What was there before: who may read that may read what replaces it.
-    before: Option<Metadata>,
+    before: Option<Stat>,
     failed: Option<io::Error>,
 }
 
@@ -267,14 +267,18 @@ impl StatsFile {
     /// Makes sure that `path` can be written, before the program starts.
     pub fn create(path: &Path) -> anyhow::Result<Self> {
         let Some(name) = path.file_name() else { bail!("--stats {}: not a file's name", path.display()) };
+        let why = || format!("--stats {}: cannot write there, name a file in a directory of yours", path.display());
+        let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(directory, flags, Mode::empty()).with_context(why)?;
         // Not what a link leads to: it is the link that would be replaced, which may be /dev/stdout.
-        let before = fs::symlink_metadata(path).ok();
-        match &before {
-            Some(there) if there.is_symlink() => bail!(
+        let before = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW).ok();
+        match before.map(|there| FileType::from_raw_mode(there.st_mode)) {
+            Some(FileType::Symlink) => bail!(
                 "--stats {}: is a link, which would be replaced; name the file that it leads to, or one that does not exist yet",
                 path.display()
             ),
-            Some(there) if !there.is_file() => bail!(
+            Some(kind) if kind != FileType::RegularFile => bail!(
                 "--stats {}: is not a file, and would be replaced; name a file, or one that does not exist yet",
                 path.display()
             ),
@@ -283,10 +287,6 @@ impl StatsFile {
         let mut temporary = OsString::from(".");
         temporary.push(name);
         temporary.push(format!(".{}", std::process::id()));
-        let why = || format!("--stats {}: cannot write there, name a file in a directory of yours", path.display());
-        let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory = rustix::fs::open(directory, flags, Mode::empty()).with_context(why)?;
         let file = Self { path: path.to_owned(), directory, name: name.to_owned(), temporary, before, failed: None };
         file.write_anew("").with_context(why)?;
         Ok(file)
@@ -308,8 +308,8 @@ impl StatsFile {
         let mut file = File::from(openat(&self.directory, &self.temporary, flags, mode)?);
         let Some(before) = &self.before else { return file.write_all(text.as_bytes()) };
         // Nobody but root can give files away.
-        let _ = fchown(&file, Some(before.uid()), Some(before.gid()));
-        file.set_permissions(Permissions::from_mode(before.mode() & 0o777))?;
+        let _ = fchown(&file, Some(before.st_uid), Some(before.st_gid));
+        file.set_permissions(Permissions::from_mode(before.st_mode & 0o777))?;
         file.write_all(text.as_bytes())
     }
 
@@ -334,6 +334,9 @@ impl Drop for StatsFile {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::os::unix::fs::MetadataExt;
+
     use super::*;
 
     #[test]
