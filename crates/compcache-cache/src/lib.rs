@@ -80,8 +80,8 @@ const RESERVE_BYTES: u64 = 512 << 30;
 /// The ghost remembers a page for so many bytes of the limit: as many pages as compress to that.
 const GHOST_PER_BYTES: u64 = 2048;
 const GHOST_PAGES_MAX: u64 = 1 << 22;
-/// Below this there is no room for a pool's tables, and nothing is kept.
-const LEAST_BYTES: u64 = 1 << 20;
+/// Of a limit: below this there is no room for a pool's tables, and nothing is kept.
+pub const LEAST_BYTES: u64 = 1 << 20;
 /// The index is counted in steps of this.
 const OWN_STEP_BYTES: u64 = 64 << 10;
 /// Objects moved by one step of compaction.

@@ -569,6 +569,19 @@ mod tests {
     }
 
     #[test]
+    fn why_a_process_was_ended_is_told_though_another_was_paged_in_part() {
+        let region = region();
+        let noted = || (region.header.trouble.load(Relaxed), region.header.trouble_errno.load(Relaxed));
+        region.note_trouble(Trouble::Regions, 0);
+        region.note_trouble(Trouble::Devices, 1);
+        assert_eq!(noted(), (Trouble::Regions as u32, 0));
+        region.note_trouble(Trouble::LostPage, 7);
+        region.note_trouble(Trouble::Regions, 0);
+        region.note_trouble(Trouble::Bug, 9);
+        assert_eq!(noted(), (Trouble::LostPage as u32, 7));
+    }
+
+    #[test]
     fn a_slot_that_was_marked_while_its_owner_lives_is_claimed_anew() {
         let (region, thread) = (region(), rustix::thread::gettid().as_raw_nonzero().get() as u32);
         RobustList::with_own(|list| {

@@ -30,9 +30,6 @@ use crate::kernel::ram_bytes;
 use crate::run::{STATUS_FAILED, say};
 use crate::size::{Shown, Size};
 
-/// Tables alone take more than a lower limit.
-const MEMORY_LEAST_BYTES: u64 = 1 << 20;
-
 /// What our mounts are called in the table of mounts.
 const KIND: &str = "fuse.compcache";
 
@@ -95,7 +92,7 @@ fn ram_here() -> u64 {
 }
 
 fn refuse_little(memory_bytes: u64) -> anyhow::Result<()> {
-    if memory_bytes < MEMORY_LEAST_BYTES {
+    if memory_bytes < compcache_cache::LEAST_BYTES {
         bail!("--memory {} has no room for pages and tables; write 10%, or 1M at least", Shown(memory_bytes));
     }
     Ok(())

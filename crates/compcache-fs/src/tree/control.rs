@@ -14,7 +14,7 @@
 
 use std::ffi::OsStr;
 
-use compcache_cache::CacheStats;
+use compcache_cache::{CacheStats, LEAST_BYTES};
 use compcache_store::Codec;
 use fuser::INodeNo;
 use rustix::io::{self, Errno};
@@ -68,7 +68,7 @@ impl Tree {
             Control::Stats => Err(Errno::PERM),
             Control::Memory => {
                 let bytes = limit_bytes(value, self.whole_bytes).ok_or(Errno::INVAL)?;
-                if (1..LIMIT_LEAST_BYTES).contains(&bytes) {
+                if (1..LEAST_BYTES).contains(&bytes) {
                     return Err(Errno::RANGE);
                 }
                 self.cache.set_limit_bytes(bytes);
@@ -85,9 +85,6 @@ impl Tree {
         }
     }
 }
-
-/// With less, but for nothing, there is no room for pages and tables.
-const LIMIT_LEAST_BYTES: u64 = 1 << 20;
 
 /// A number of bytes, or of hundredths of what there is.
 fn limit_bytes(value: &str, whole_bytes: impl Fn() -> u64) -> Option<u64> {

@@ -11,16 +11,13 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use compcache_block::{BelowStats, BlockDevice, Cached, Origin};
-use compcache_cache::{Cache, CacheStats};
+use compcache_cache::{Cache, CacheStats, LEAST_BYTES};
 
 use crate::cli::Codec;
 use crate::control::{OriginState, OriginWanted};
 use crate::run::say;
 use crate::serve::below::refuse_own;
 use crate::size::Shown;
-
-/// Below this there is no room for the tables, and nothing would be kept.
-const MEMORY_LEAST_BYTES: u64 = 1 << 20;
 
 /// The origin of a disk, and its cache.
 pub struct DiskOrigin {
@@ -98,7 +95,7 @@ impl DiskOrigin {
 }
 
 fn refuse_little(flag: &str, memory_bytes: u64) -> anyhow::Result<()> {
-    if memory_bytes < MEMORY_LEAST_BYTES {
+    if memory_bytes < LEAST_BYTES {
         bail!("{flag} {} has no room for any block; write 10%, or 1M at least", Shown(memory_bytes));
     }
     Ok(())
