@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use compcache_testkit::features::{Feature, requires};
+use compcache_testkit::features::{Feature, mounts, requires};
 
 const BENCH: &str = env!("CARGO_BIN_EXE_compcache-bench");
 const SCAN: &str = env!("CARGO_BIN_EXE_scan");
@@ -27,8 +27,7 @@ fn left_by(pid: u32) -> Vec<String> {
             left.push(backing);
         }
     }
-    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
-    left.extend(mounts.lines().filter(|line| line.contains(&format!("{own}/"))).map(str::to_owned));
+    left.extend(mounts().lines().filter(|line| line.contains(&format!("{own}/"))).map(str::to_owned));
     left.extend(processes_naming(&format!("{own}/")));
     let instance = format!("/sys/kernel/tracing/instances/{own}");
     if Path::new(&instance).exists() {

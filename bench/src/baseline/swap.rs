@@ -92,5 +92,6 @@ fn active() -> Vec<Swap> {
         let device = PathBuf::from(fields.first()?);
         Some(Swap { device, used_bytes: used_kilobytes * 1024, priority: fields.get(4)?.parse().ok()? })
     };
-    fs::read_to_string("/proc/swaps").unwrap_or_default().lines().filter_map(parse).collect()
+    let table = fs::read("/proc/swaps").unwrap_or_default();
+    String::from_utf8_lossy(&table).lines().filter_map(parse).collect()
 }

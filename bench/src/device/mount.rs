@@ -1,6 +1,6 @@
 //! Mounting and unmounting, noted in the session first.
 
-use std::ffi::CString;
+use std::ffi::{CString, OsStr};
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -59,6 +59,8 @@ pub fn off(target: &Path) -> Result<()> {
 
 /// Where something is mounted now, in the order in which it was.
 pub fn points() -> Vec<PathBuf> {
-    let text = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    text.lines().filter_map(|line| line.split(' ').nth(1)).map(PathBuf::from).collect()
+    let table = fs::read("/proc/self/mounts").unwrap_or_default();
+    // Others' names need not be text.
+    let places = table.split(|byte| *byte == b'\n').filter_map(|line| line.split(|byte| *byte == b' ').nth(1));
+    places.map(|place| PathBuf::from(OsStr::from_bytes(place))).collect()
 }

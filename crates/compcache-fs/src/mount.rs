@@ -527,7 +527,7 @@ fn make_room(kernel: &Kernel) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use compcache_testkit::features::{Feature, requires, skip};
+    use compcache_testkit::features::{Feature, mounts, requires, skip};
 
     use super::*;
 
@@ -578,7 +578,7 @@ mod tests {
         });
         let tree = Arc::new(tree);
         let session = connect(&tree, &options, source.path(), target.path(), StatVfsMountFlags::empty()).unwrap();
-        let mounts = fs::read_to_string("/proc/mounts").unwrap();
+        let mounts = mounts();
         if tree.by_rings.load(Relaxed) {
             skip("the kernel agrees to io_uring");
             return rustix::mount::unmount(target.path(), UnmountFlags::DETACH).unwrap();

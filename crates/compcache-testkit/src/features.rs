@@ -135,6 +135,13 @@ pub fn skip(why: &str) {
     }
 }
 
+/// What is mounted here, one mount in a line. The table is the whole machine's, in which another test's names need not be text: those are made some.
+#[must_use]
+pub fn mounts() -> String {
+    let table = fs::read("/proc/self/mounts").expect("the kernel tells what is mounted");
+    String::from_utf8_lossy(&table).into_owned()
+}
+
 /// Where the program `name` is on the path.
 pub fn find_program(name: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH")?;

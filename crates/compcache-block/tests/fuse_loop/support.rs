@@ -8,7 +8,7 @@ pub use crate::blocks::{Mounted, disk, fill_run, open_by_another_name, open_dire
 use compcache_block::BlockDevice;
 use compcache_block::fuse_loop::{FuseLoop, FuseLoopOptions};
 pub use compcache_cache::Aligned;
-use compcache_testkit::features::{Feature, requires};
+use compcache_testkit::features::{Feature, mounts, requires};
 use tempfile::TempDir;
 
 /// Whether the machine can serve disks this way, and has `programs`.
@@ -66,7 +66,7 @@ pub fn options(parent: &Path, threads: usize) -> FuseLoopOptions {
 pub fn assert_nothing_left(parent: &Path, device: &Path) {
     assert_eq!(fs::read_dir(parent).unwrap().count(), 0, "{} is not empty", parent.display());
     let under = parent.to_str().unwrap();
-    assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(under), "something is mounted still");
+    assert!(!mounts().contains(under), "something is mounted still");
     let file = backing_file(device);
     assert!(file.as_ref().is_none_or(|file| !file.starts_with(under)), "{file:?} is attached still");
 }

@@ -363,8 +363,8 @@ impl Ballast {
 /// Asks for the memory of all that is mapped, but for the store, which has its reserve.
 fn populate(store: &Store) {
     let own = store.memory_ranges().map(|(start, length)| start..start + length);
-    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    for mapping in Mapping::all(&maps) {
+    let maps = fs::read("/proc/self/maps").unwrap_or_default();
+    for mapping in Mapping::all(&String::from_utf8_lossy(&maps)) {
         if own.iter().any(|range| range.contains(&mapping.range.start)) {
             continue;
         }

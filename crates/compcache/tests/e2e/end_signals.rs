@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use compcache_testkit::features::mounts;
+
 use crate::support::{Mounted, PATIENCE, Server, Tree, can_mount, scratch};
 
 /// As `nohup` and a script's `&` leave them.
@@ -31,7 +33,7 @@ fn send(signal: i32, child: &Child) {
 }
 
 fn is_mounted(target: &Path) -> bool {
-    fs::read_to_string("/proc/self/mountinfo").unwrap().contains(target.to_str().unwrap())
+    mounts().contains(target.to_str().unwrap())
 }
 
 #[track_caller]

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use compcache_testkit::features::Feature;
+use compcache_testkit::features::{Feature, mounts, requires};
 
 use crate::support::{PATIENCE, Tree, by_rings, can_mount, compcache, said, scratch};
 
@@ -538,7 +538,7 @@ fn a_tree_mounted_over_itself_is_there_and_back_again() {
     assert!(tree.stat("memlimit") > 0);
     tree.unmount();
     assert_eq!(fs::read_to_string(tree.source().join("g")).unwrap(), "during");
-    assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(tree.source().to_str().unwrap()));
+    assert!(!mounts().contains(tree.source().to_str().unwrap()));
 }
 
 #[test]
@@ -563,7 +563,7 @@ fn a_mount_in_use_is_not_ended_by_a_signal_and_then_is() {
         thread::sleep(Duration::from_millis(100));
     }
     assert_eq!(fs::read(tree.source().join("f")).unwrap(), b"still served");
-    assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(tree.target().to_str().unwrap()));
+    assert!(!mounts().contains(tree.target().to_str().unwrap()));
 }
 
 #[test]
@@ -658,7 +658,7 @@ fn what_cannot_be_mounted_is_refused_with_the_reason() {
 
 #[test]
 fn a_full_file_system_below_says_so_and_nothing_else_is_harmed() {
-    if !can_mount(&[]) || !compcache_testkit::features::requires(&[Feature::Program("mount")]) {
+    if !can_mount(&[]) || !requires(&[Feature::Program("mount")]) {
         return;
     }
     let directory = scratch();
@@ -747,7 +747,7 @@ fn a_line_of_fstab_mounts_in_the_background_and_umount_ends_it() {
     let mounted = |options: &str| {
         let output = mount(options);
         assert!(output.status.success(), "{options}: {}", said(&output));
-        let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+        let mounts = mounts();
         let line =
             mounts.lines().find(|line| line.contains(&path("target").display().to_string())).expect("it is there");
         line.to_owned()

@@ -8,6 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
+use compcache_testkit::features::mounts;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::getxattr_query;
 use rustix::io::Errno;
@@ -111,7 +112,7 @@ fn the_kernel_is_told_the_largest_read_that_there_is_room_for() {
     let is_ring = |comm: &str| comm.starts_with("fuse-ring");
     let by_rings = tasks.any(|task| fs::read_to_string(task.unwrap().path().join("comm")).is_ok_and(|it| is_ring(&it)));
     let largest = format!("max_read={}", if by_rings { 256 << 10 } else { 1 << 20 });
-    let mounts = fs::read_to_string("/proc/mounts").unwrap();
+    let mounts = mounts();
     let target = tree.target();
     let line = mounts.lines().find(|line| line.split(' ').nth(1) == target.to_str()).unwrap();
     assert!(line.split([' ', ',']).any(|option| option == largest), "{line}");
