@@ -5,6 +5,7 @@
 //! | `plain`           | an ext4 on the disk                                                                         |
 //! | `mount`           | the same ext4, seen through `compcache mount`                                               |
 //! | `mount-exclusive` | the same with `--exclusive`                                                                 |
+//! | `mount-writeback` | the same with `--exclusive --writeback-cache`                                               |
 //! | `origin`          | the same ext4, mounted on a disk of ours whose origin is the disk (`disk create --origin`)  |
 //!
 //! **Memory.** Every side has M. Without ours, the control group of the worker is limited to that, its page cache in it. With ours, the group of the
@@ -49,12 +50,16 @@ pub enum Keeper {
     Plain,
     /// It, and the pool of a mounted tree.
     Mount {
-        /// Nobody changes the files behind it.
-        exclusive: bool,
+        /// Nobody changes the files behind it, `--exclusive`, and what that allows.
+        flags: &'static [&'static str],
     },
     /// It, and the pool under a block device.
     Origin,
 }
+
+/// What mounted trees are called, and with which flags they are mounted.
+const MOUNTS: [(&str, &[&str]); 3] =
+    [("mount", &[]), ("mount-exclusive", &["--exclusive"]), ("mount-writeback", &["--exclusive", "--writeback-cache"])];
 
 impl FromStr for Keeper {
     type Err = String;
@@ -62,10 +67,11 @@ impl FromStr for Keeper {
     fn from_str(word: &str) -> Result<Keeper, String> {
         match word {
             "plain" => Ok(Keeper::Plain),
-            "mount" => Ok(Keeper::Mount { exclusive: false }),
-            "mount-exclusive" => Ok(Keeper::Mount { exclusive: true }),
             "origin" => Ok(Keeper::Origin),
-            _ => Err(format!("{word:?} is none of plain, mount, mount-exclusive, origin")),
+            _ => match MOUNTS.iter().find(|(name, _)| *name == word) {
+                Some((_, flags)) => Ok(Keeper::Mount { flags }),
+                None => Err(format!("{word:?} is none of plain, mount, mount-exclusive, mount-writeback, origin")),
+            },
         }
     }
 }
@@ -74,8 +80,7 @@ impl fmt::Display for Keeper {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Keeper::Plain => "plain",
-            Keeper::Mount { exclusive: false } => "mount",
-            Keeper::Mount { exclusive: true } => "mount-exclusive",
+            Keeper::Mount { flags } => MOUNTS.iter().find(|(_, of)| of == flags).map_or("mount", |(name, _)| name),
             Keeper::Origin => "origin",
         })
     }
@@ -218,9 +223,9 @@ impl<'s> Disk<'s> {
             Standing { session, mark, group, client, server, point: directory.join("ext4"), keeper: Served::Kernel };
         match keeper {
             Keeper::Plain => mount::on(session, self.device.path(), &standing.point, "ext4", "")?,
-            Keeper::Mount { exclusive } => {
+            Keeper::Mount { flags } => {
                 mount::on(session, self.device.path(), &standing.point, "ext4", "")?;
-                ours::step(ours::MOUNT_NEEDS, standing.mount(bench, &directory, memory.pool_bytes, exclusive))?;
+                ours::step(ours::MOUNT_NEEDS, standing.mount(bench, &directory, memory.pool_bytes, flags))?;
             }
             Keeper::Origin => {
                 let from = (self.device.path(), memory.pool_bytes);
@@ -285,14 +290,11 @@ pub struct Pool {
 }
 
 impl<'s> Standing<'s> {
-    fn mount(&mut self, bench: &Bench, directory: &Path, pool_bytes: u64, exclusive: bool) -> Result<()> {
+    fn mount(&mut self, bench: &Bench, directory: &Path, pool_bytes: u64, flags: &[&str]) -> Result<()> {
         let target = directory.join("mount");
         fs::create_dir_all(&target)?;
         let mut command = Command::new(bench.compcache());
-        command.arg("mount").arg("--memory").arg(pool_bytes.to_string());
-        if exclusive {
-            command.arg("--exclusive");
-        }
+        command.arg("mount").arg("--memory").arg(pool_bytes.to_string()).args(flags);
         command.arg(&self.point).arg(&target);
         self.server.take_in(&mut command)?;
         let mut process = Process::start(self.session, directory, command)?;

@@ -10,6 +10,7 @@ use fuser::{FileHandle, FileType};
 use rustix::io::{self, Errno};
 
 use crate::appends::Appends;
+use crate::caller::Caller;
 use crate::inodes::Node;
 use crate::tree::Run;
 
@@ -20,6 +21,8 @@ pub struct OpenFile {
     pub node: Arc<Node>,
     /// Opened for writing.
     pub writes: bool,
+    /// Who has opened it.
+    pub opener: Caller,
     /// Opened for that below, too: whatever is written goes to the end.
     pub only_appends: bool,
     /// Changes behind the mount are noticed meanwhile.

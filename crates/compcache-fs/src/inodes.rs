@@ -39,6 +39,7 @@ use rustix::fs::{CWD, FileType, Mode, OFlags, StatVfsMountFlags, Statx, fstatfs,
 use rustix::io::{self, Errno};
 
 use crate::kept::Kept;
+use crate::modified::Modified;
 use crate::names::Names;
 use crate::stamp::{generation_of, id_of, look, mount_of};
 
@@ -77,14 +78,16 @@ pub struct Node {
     pub kept: Mutex<Kept>,
     /// Whether the kernel may have whole pages of it: some were read, or written, since it was last to forget them.
     pub has_pages: AtomicBool,
+    /// Where the kernel writes back: the last time that it has given the file.
+    pub modified: Modified,
 }
 
 impl Node {
     fn new(number: INodeNo, stat: &Statx, limits: StatVfsMountFlags, fd: OwnedFd) -> Node {
         let (id, generation, mount) = (id_of(stat), generation_of(stat), mount_of(stat));
         let names = Names::new(FileType::from_raw_mode(stat.stx_mode.into()).is_dir());
-        let (kept, has_pages) = (Mutex::default(), AtomicBool::new(false));
-        Node { number, id, generation, mount, limits, fd, names, kept, has_pages }
+        let (kept, has_pages, modified) = (Mutex::default(), AtomicBool::new(false), Modified::default());
+        Node { number, id, generation, mount, limits, fd, names, kept, has_pages, modified }
     }
 
     /// What is known of the file now.

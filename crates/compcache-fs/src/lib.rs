@@ -32,6 +32,7 @@ mod handles;
 mod inodes;
 mod kept;
 mod lower;
+mod modified;
 mod mount;
 mod mounted_on;
 mod names;

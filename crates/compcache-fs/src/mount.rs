@@ -62,6 +62,9 @@ pub struct MountOptions {
     pub forbidden: Forbidden,
     /// Nobody changes files of the source but through this mount. Then what is kept of a file outlives a write to it.
     pub exclusive: bool,
+    /// What is written stays in the kernel's page cache until a file is synced or closed, or the kernel likes, as on other file systems; not only what is
+    /// written through mappings. Only with `exclusive`: the kernel then knows length and times of a file better than the file system below.
+    pub writes_back: bool,
     /// Changes behind the mount are noticed while files are open, not only when they are opened.
     pub watch: bool,
     /// How long the kernel may believe what it was told of names and attributes. Zero: it asks each time, and sees at once what changes
@@ -109,6 +112,7 @@ impl MountOptions {
             codec: Codec::Lz4,
             forbidden: Forbidden::default(),
             exclusive: false,
+            writes_back: false,
             watch: false,
             remembered: Duration::ZERO,
             // Most of what a thread does is to wait for the file system below.
@@ -228,6 +232,7 @@ impl Mount {
             inodes: inodes.clone(),
             cache: cache.clone(),
             exclusive: options.exclusive,
+            writes_back: options.exclusive && options.writes_back,
             remembered: options.remembered,
             whole_bytes: options.whole_bytes,
             watches: watches.clone(),
@@ -570,6 +575,7 @@ mod tests {
             inodes: Inodes::new(source.path()).unwrap().into(),
             cache: Arc::new(Cache::new(options.memory_bytes, options.codec).unwrap()),
             exclusive: false,
+            writes_back: false,
             remembered: Duration::ZERO,
             whole_bytes: || 0,
             watches: None,

@@ -81,6 +81,8 @@ pub struct Tree {
     ahead: Ahead,
     /// Nobody changes files behind the mount.
     exclusive: bool,
+    /// The kernel keeps what is written, and writes it back later; with `exclusive` alone.
+    writes_back: bool,
     /// How long the kernel may believe what it was told of names and attributes.
     remembered: Duration,
     /// Of what a limit in per cent is a share.
@@ -113,6 +115,7 @@ pub struct Parts {
     pub inodes: Arc<Inodes>,
     pub cache: Arc<Cache<Stamp>>,
     pub exclusive: bool,
+    pub writes_back: bool,
     pub remembered: Duration,
     pub whole_bytes: fn() -> u64,
     pub watches: Option<Arc<Watches>>,
@@ -123,7 +126,8 @@ pub struct Parts {
 impl Tree {
     /// With what a thread that reads ahead is to serve.
     pub fn new(parts: Parts) -> (Tree, Jobs) {
-        let Parts { inodes, cache, exclusive, remembered, whole_bytes, watches, notices, by_rings } = parts;
+        let Parts { inodes, cache, exclusive, writes_back, remembered, whole_bytes, watches, notices, by_rings } =
+            parts;
         let (leased, by_rings, linger) = (Mutex::default(), by_rings.into(), OnceLock::new());
         let (files, directories, lower) = (Handles::new(), Handles::new(), Lower::new());
         let (ahead, jobs) = Ahead::new();
@@ -135,6 +139,7 @@ impl Tree {
             cache,
             ahead,
             exclusive,
+            writes_back,
             remembered,
             whole_bytes,
             watches,
@@ -220,6 +225,11 @@ impl Filesystem for ByLibrary {
         }
         if !self.0.remembered.is_zero() {
             let _ = config.add_capabilities(InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO);
+        }
+        if self.0.writes_back {
+            let _ = config.add_capabilities(InitFlags::FUSE_WRITEBACK_CACHE);
+            // Files that are written past the kernel's pages can be mapped all the same.
+            let _ = config.add_capabilities(InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP);
         }
         let by_rings = &self.0.by_rings;
         if by_rings.load(Relaxed) && config.add_capabilities(InitFlags::FUSE_OVER_IO_URING).is_err() {

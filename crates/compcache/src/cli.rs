@@ -408,6 +408,11 @@ pub struct MountArgs {
     #[arg(long)]
     pub exclusive: bool,
 
+    /// What is written stays in the kernel's page cache until the file is synced or closed, or for as long as the kernel likes, as on other file systems;
+    /// without this each write is done below before it returns. A server that is killed then loses what a killed machine would
+    #[arg(long, requires = "exclusive")]
+    pub writeback_cache: bool,
+
     /// Changes behind the mount are noticed while files are open, within moments (inotify), and not only when they are opened. What is written
     /// through the mount is then read anew, too
     #[arg(long, conflicts_with = "exclusive")]
@@ -418,11 +423,11 @@ pub struct MountArgs {
     pub allow_other: bool,
 
     /// Names and attributes are believed for so long, in seconds, before they are looked up again. More is faster; what changes behind the
-    /// mount is noticed that much later
-    #[arg(long, value_name = "SECONDS", default_value_t = 0.0, value_parser = seconds)]
-    pub remember: f64,
+    /// mount is noticed that much later [default: 0; with --writeback-cache, where each write would look them up, 1]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub remember: Option<f64>,
 
-    /// Options as in /etc/fstab: memory=SIZE, codec=CODEC, remember=SECONDS, exclusive, watch and allow_other are the flags of the same names; ro, noexec,
+    /// Options as in /etc/fstab: memory=SIZE, codec=CODEC, remember=SECONDS, exclusive, writeback_cache, watch and allow_other are the flags of the same names; ro, noexec,
     /// nosuid and nodev forbid what they do anywhere; those that are for mount(8) alone are ignored
     #[arg(short = 'o', long, value_name = "OPTION,...", value_delimiter = ',')]
     pub options: Vec<String>,

@@ -53,10 +53,11 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
         allow_other: args.allow_other,
         codec: args.codec.of_store(),
         exclusive: args.exclusive,
+        writes_back: args.writeback_cache,
         watch: args.watch,
         forbidden,
         whole_bytes: ram_here,
-        remembered: Duration::from_secs_f64(args.remember),
+        remembered: Duration::from_secs_f64(args.remember.unwrap_or(if args.writeback_cache { 1.0 } else { 0.0 })),
         ..MountOptions::new(absolute(&args.source)?, absolute(&args.target)?, args.memory.bytes(ram_here()))
     };
     std::env::set_current_dir("/").context("cannot leave the working directory")?;

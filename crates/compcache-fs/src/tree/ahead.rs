@@ -460,6 +460,7 @@ mod tests {
     use rustix::fs::Timespec;
 
     use super::*;
+    use crate::caller::Caller;
     use crate::inodes::Inodes;
     use crate::stamp::{look, stamp_of};
 
@@ -539,7 +540,21 @@ mod tests {
         let node = Inodes::new(dir).unwrap().get(INodeNo::ROOT).unwrap();
         let (direct, unconfirmed, appends, run) = Default::default();
         let (fd, writes, only_appends, watched) = (file.into(), false, false, false);
-        (Arc::new(OpenFile { fd, direct, node, writes, only_appends, watched, unconfirmed, appends, run }), stamp)
+        (
+            Arc::new(OpenFile {
+                fd,
+                direct,
+                node,
+                writes,
+                opener: Caller { uid: 0, gid: 0 },
+                only_appends,
+                watched,
+                unconfirmed,
+                appends,
+                run,
+            }),
+            stamp,
+        )
     }
 
     /// Reads what is planned, as the thread does. Returns how many pages that were.

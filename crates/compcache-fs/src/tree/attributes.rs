@@ -1,20 +1,21 @@
 //! What is known of a file, and changing it.
 
+use std::sync::PoisonError;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use fuser::{FileAttr, FileHandle, INodeNo, TimeOrNow};
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, Timespec, Timestamps, chmodat, chownat, ftruncate, utimensat};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, Timespec, Timestamps, chmodat, chownat, ftruncate};
 use rustix::io::{self, Errno};
 use rustix::process::{Gid, Uid, geteuid};
 
 use super::Tree;
 use crate::caller::{Caller, as_owner, dropping_suid};
 use crate::inodes::Node;
-use crate::stamp::{attributes, look};
+use crate::modified::AS_IT_IS;
+use crate::stamp::{attributes, look, stamp_of};
 
-/// utimensat(2): the time of the call, or the time there is.
+/// utimensat(2): the time of the call.
 pub const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0x3fff_ffff };
-const AS_IT_IS: Timespec = Timespec { tv_sec: 0, tv_nsec: 0x3fff_fffe };
 
 /// What is to be changed.
 pub struct Changes {
@@ -70,9 +71,17 @@ impl Tree {
                 last_access: changes.accessed.unwrap_or(AS_IT_IS),
                 last_modification: changes.modified.unwrap_or(AS_IT_IS),
             };
-            utimensat(CWD, node.path(), &times, AtFlags::empty())?;
+            match node.modified.set(&node.path(), &times) {
+                // The kernel says when it was written to last, for one who may write and does not own the file. It has the time of our writing, then.
+                Err(Errno::PERM) if self.writes_back && changes.accessed.is_none() => {}
+                changed => changed?,
+            }
         }
-        Ok(self.shown(&node.look()?, &node))
+        let stat = node.look()?;
+        if self.exclusive {
+            node.kept.lock().unwrap_or_else(PoisonError::into_inner).follow(stamp_of(&stat));
+        }
+        Ok(self.shown(&stat, &node))
     }
 
     /// Gives a file another length.

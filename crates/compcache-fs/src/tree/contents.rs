@@ -11,8 +11,8 @@ use compcache_cache::FileId;
 use compcache_store::Page;
 use fuser::{FileHandle, FopenFlags, INodeNo, OpenFlags, WriteFlags};
 use rustix::fs::{
-    FallocateFlags, FileType, Mode, OFlags, SeekFrom, StatVfsMountFlags, copy_file_range, fallocate, fcntl_setfl,
-    fdatasync, fsync, openat, seek,
+    FallocateFlags, FileType, Mode, OFlags, SeekFrom, StatVfsMountFlags, Timespec, copy_file_range, fallocate,
+    fcntl_getfl, fcntl_setfl, fdatasync, fsync, openat, seek,
 };
 use rustix::io::{self, Errno};
 
@@ -75,8 +75,8 @@ impl Tree {
             return Err(Errno::ACCESS);
         }
         let open = |how| self.past_leases(caller, how, |how| self.inodes.reach(&node, how));
-        let (fd, only_appends) = self.with_room(|| as_allowed(flags, open))?;
-        Ok(self.opened(fd, only_appends, node, flags))
+        let (fd, only_appends) = self.with_room(|| self.as_allowed(flags, open))?;
+        Ok(self.opened(caller, fd, only_appends, node, flags))
     }
 
     pub fn create_file(
@@ -91,7 +91,7 @@ impl Tree {
         let parent = self.inodes.get(parent)?;
         let (mode, asked) = (Mode::from_raw_mode(mode), OFlags::from_bits_retain(flags.0 as u32));
         // The kernel has checked that who asks may make a file there, and knows of none.
-        let fresh = flags_below(flags) | OFlags::NOFOLLOW | OFlags::CREATE | OFlags::EXCL;
+        let fresh = self.flags_below(flags) | OFlags::NOFOLLOW | OFlags::CREATE | OFlags::EXCL;
         let fresh = || openat(&parent, name, fresh, mode);
         let (fd, only_appends, is_fresh) = match self.with_room(|| as_caller(caller, umask, fresh)) {
             // There is one by now, made behind the mount; nobody has checked who may open that.
@@ -103,10 +103,14 @@ impl Tree {
             other => (other?, false, true),
         };
         // From the descriptor, not by name: that may be another's by now.
-        self.has_nothing(id_of(&look(&fd)?));
+        let stat = look(&fd)?;
+        self.has_nothing(id_of(&stat));
         let made = self.made(self.with_room(|| self.inodes.place_of(&fd))?, &parent, name)?;
         let made = if is_fresh { self.given(caller, &parent, made) } else { made };
-        let (handle, how) = self.opened(fd, only_appends, made.node.clone(), flags);
+        if self.writes_back && is_fresh {
+            made.node.modified.told(Timespec { tv_sec: stat.stx_mtime.tv_sec, tv_nsec: stat.stx_mtime.tv_nsec.into() });
+        }
+        let (handle, how) = self.opened(caller, fd, only_appends, made.node.clone(), flags);
         Ok((made, handle, how))
     }
 
@@ -118,7 +122,7 @@ impl Tree {
             return Err(Errno::STALE);
         }
         let cut = OFlags::from_bits_retain(flags.0 as u32) & OFlags::TRUNC;
-        as_allowed(flags, |how| self.past_leases(caller, how | cut, |how| self.inodes.anew(&place, how)))
+        self.as_allowed(flags, |how| self.past_leases(caller, how | cut, |how| self.inodes.anew(&place, how)))
     }
 
     /// Calls `open` with the flags `how`. Somebody may hold a lease on the file below, and has as long as `fs.lease-break-time` says to give it up (45 s): a thread waits
@@ -148,7 +152,14 @@ impl Tree {
         Err(Errno::WOULDBLOCK)
     }
 
-    fn opened(&self, fd: OwnedFd, only_appends: bool, node: Arc<Node>, flags: OpenFlags) -> (FileHandle, FopenFlags) {
+    fn opened(
+        &self,
+        opener: Caller,
+        fd: OwnedFd,
+        only_appends: bool,
+        node: Arc<Node>,
+        flags: OpenFlags,
+    ) -> (FileHandle, FopenFlags) {
         let writes = OFlags::from_bits_retain(flags.0 as u32) & OFlags::RWMODE != OFlags::RDONLY;
         // Who only reads has nothing to be told at the end.
         let mut how = if writes { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
@@ -158,9 +169,29 @@ impl Tree {
         let stamp = stamp.filter(|stamp| self.exclusive || stamp.is_settled(now()));
         let unconfirmed = node.kept.lock().unwrap_or_else(PoisonError::into_inner).open(stamp);
         how.set(FopenFlags::FOPEN_KEEP_CACHE, unconfirmed == 0);
+        if self.writes_back && writes {
+            // What the kernel keeps it writes in its place, and reads the rest of the page before, by any handle for writing that there is. Past it, this one is asked as it is
+            // used.
+            let reads = fcntl_getfl(&fd).is_ok_and(|how| how & OFlags::RWMODE == OFlags::RDWR);
+            how.set(FopenFlags::FOPEN_DIRECT_IO, only_appends || !reads);
+        }
         let (direct, unconfirmed, appends, run) =
             (Direct::default(), unconfirmed.into(), Appends::default(), Mutex::default());
-        (self.files.add(OpenFile { fd, direct, node, writes, only_appends, watched, unconfirmed, appends, run }), how)
+        (
+            self.files.add(OpenFile {
+                fd,
+                direct,
+                node,
+                writes,
+                opener,
+                only_appends,
+                watched,
+                unconfirmed,
+                appends,
+                run,
+            }),
+            how,
+        )
     }
 
     /// Calls `change`, which changes the bytes from .. to of a file; nothing older of them is kept, here or by reads under way.
@@ -218,16 +249,26 @@ impl Tree {
         }
         // Pages that are written back have their place; their flags are nobody's.
         let writes_back = how.contains(WriteFlags::FUSE_WRITE_CACHE);
+        // Nor does the kernel say whose they are: where only what is stored through mappings is written so, they are taken for the server's own.
+        let is_openers = writes_back && self.writes_back;
+        let caller = if is_openers { open.opener } else { caller };
         let appends = flags.0 as u32 & OFlags::APPEND.bits() != 0 && !writes_back;
         if open.only_appends && !appends {
             // It would be written at the end, wherever it belongs.
             return Err(Errno::PERM);
         }
-        let drops_suid = how.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
+        let drops_suid = how.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID) || is_openers && caller.uid != 0;
         if !appends {
             let bytes = (offset_bytes, offset_bytes.saturating_add(from.len() as u64));
             let write = if writes_back { lower::write_back } else { lower::write };
             let write = || taking_room(caller, drops_suid, &open.node, || write(&open.fd, offset_bytes, from));
+            let write = || {
+                write().inspect(|_| {
+                    if is_openers {
+                        open.node.modified.restore(&open.node.path())
+                    }
+                })
+            };
             return self.writing_pages(&open.node, bytes, write, |written| (offset_bytes, &from[..*written]));
         }
         let is_direct = flags.0 as u32 & OFlags::DIRECT.bits() != 0;
@@ -341,6 +382,10 @@ impl Tree {
 
     /// Where the next data or hole is; the kernel asks for nothing else.
     pub fn seek_file(&self, handle: FileHandle, offset: i64, whence: i32) -> io::Result<u64> {
+        if self.writes_back {
+            // The file below does not have all data yet. The kernel then takes all that there is for data.
+            return Err(Errno::NOSYS);
+        }
         let open = self.files.asked(handle)?;
         let offset = u64::try_from(offset).map_err(|_| Errno::NXIO)?;
         let _alone = open.appends.alone();
@@ -350,6 +395,36 @@ impl Tree {
             _ => Err(Errno::INVAL),
         }
     }
+
+    /// Calls `open` with the flags for below; again with the one for appending, if without it a file that may only be appended to is not given. Says
+    /// whether that was so.
+    fn as_allowed(
+        &self,
+        flags: OpenFlags,
+        open: impl Fn(OFlags) -> io::Result<OwnedFd>,
+    ) -> io::Result<(OwnedFd, bool)> {
+        let (asked, how) = (OFlags::from_bits_retain(flags.0 as u32), self.flags_below(flags));
+        let opened = match open(how) {
+            // It may be written, and we may not read it.
+            Err(Errno::ACCESS | Errno::PERM) if how & OFlags::RWMODE != asked & OFlags::RWMODE => {
+                open((how - OFlags::RWMODE) | OFlags::WRONLY)
+            }
+            opened => opened,
+        };
+        match opened {
+            Err(Errno::PERM) if asked.contains(OFlags::APPEND) => Ok((open(how | OFlags::APPEND)?, true)),
+            other => Ok((other?, false)),
+        }
+    }
+
+    /// How a file is opened below. Appending is said with each write, direct I/O is the kernel's affair above, and the rest
+    /// concerns names, or waiting, which regular files do not. Who writes back a part of a page reads it before.
+    fn flags_below(&self, flags: OpenFlags) -> OFlags {
+        let kept = OFlags::RWMODE | OFlags::SYNC | OFlags::DSYNC | OFlags::NOATIME;
+        let how = OFlags::from_bits_retain(flags.0 as u32) & kept | OFlags::CLOEXEC;
+        let reads_too = self.writes_back && how & OFlags::RWMODE == OFlags::WRONLY;
+        if reads_too { (how - OFlags::RWMODE) | OFlags::RDWR } else { how }
+    }
 }
 
 /// The whole pages among bytes that were written: the number of the first, they, and the rest behind them.
@@ -358,23 +433,6 @@ fn whole_pages(offset_bytes: u64, from: &[u8]) -> (u64, &[Page], &[u8]) {
     let whole = from.get((first * PAGE - offset_bytes) as usize..).unwrap_or_default();
     let (pages, rest) = whole.as_chunks();
     (first, pages, rest)
-}
-
-/// Calls `open` with the flags for below; again with the one for appending, if without it a file that may only be appended to is not given. Says
-/// whether that was so.
-fn as_allowed(flags: OpenFlags, open: impl Fn(OFlags) -> io::Result<OwnedFd>) -> io::Result<(OwnedFd, bool)> {
-    let (asked, how) = (OFlags::from_bits_retain(flags.0 as u32), flags_below(flags));
-    match open(how) {
-        Err(Errno::PERM) if asked.contains(OFlags::APPEND) => Ok((open(how | OFlags::APPEND)?, true)),
-        other => Ok((other?, false)),
-    }
-}
-
-/// How a file is opened below. Appending is said with each write, direct I/O is the kernel's affair above, and the rest
-/// concerns names, or waiting, which regular files do not.
-fn flags_below(flags: OpenFlags) -> OFlags {
-    let kept = OFlags::RWMODE | OFlags::SYNC | OFlags::DSYNC | OFlags::NOATIME;
-    OFlags::from_bits_retain(flags.0 as u32) & kept | OFlags::CLOEXEC
 }
 
 #[cfg(test)]
@@ -410,6 +468,7 @@ pub mod tests {
             inodes: Arc::new(Inodes::new(directory).unwrap()),
             cache: Arc::new(Cache::new(2 << 20, Codec::Lz4).unwrap()),
             exclusive,
+            writes_back: false,
             remembered: Duration::ZERO,
             whole_bytes: || 0,
             watches: None,

@@ -7,7 +7,7 @@
 //! | option                                      | is                                         |
 //! |---------------------------------------------|--------------------------------------------|
 //! | `memory=`, `codec=`, `remember=`            | the flag of that name                      |
-//! | `exclusive`, `allow_other`, `watch`         | the flag of that name                      |
+//! | `exclusive`, `writeback_cache`, `allow_other`, `watch` | the flag of that name           |
 //! | `ro`, `noexec`, `nosuid`, `nodev`           | what programs may not do there             |
 //! | `nofail`, `_netdev`, `x-...` and their like | mount(8)'s and systemd's own, and ignored  |
 //! | anything else                               | refused                                    |
@@ -72,9 +72,10 @@ pub fn apply(args: &mut MountArgs) -> anyhow::Result<Forbidden> {
             ("memory", Some(value)) => args.memory = value.parse().with_context(bad)?,
             ("codec", Some(value)) => args.codec = value.parse().with_context(bad)?,
             ("remember", Some(value)) => {
-                args.remember = crate::cli::seconds(value).with_context(bad)?;
+                args.remember = Some(crate::cli::seconds(value).with_context(bad)?);
             }
             ("exclusive", None) => args.exclusive = true,
+            ("writeback_cache", None) => args.writeback_cache = true,
             ("allow_other", None) => args.allow_other = true,
             ("watch", None) => args.watch = true,
             ("ro", None) => forbidden.writing = true,
@@ -89,6 +90,11 @@ pub fn apply(args: &mut MountArgs) -> anyhow::Result<Forbidden> {
     }
     if args.exclusive && args.watch {
         bail!("the options exclusive and watch exclude each other: what nobody else changes need not be watched");
+    }
+    if args.writeback_cache && !args.exclusive {
+        bail!(
+            "the option writeback_cache needs exclusive: what others change is not seen by who has his own idea of a file"
+        );
     }
     Ok(forbidden)
 }
@@ -129,12 +135,16 @@ mod tests {
         let expected = Forbidden { writing: true, programs: true, set_user_id: false, devices: true };
         assert_eq!(apply(&mut args).unwrap(), expected);
         assert!(args.exclusive && !args.background);
-        assert_eq!((args.codec.to_string(), args.remember), ("zstd:3".into(), 1.5));
+        assert_eq!((args.codec.to_string(), args.remember), ("zstd:3".into(), Some(1.5)));
         for wrong in ["memory", "memory=x", "codec=lzo", "remember=-1", "exclusive=1", "nonesuch", "ro=1", "nonesuch=2"]
         {
             let refused = apply(&mut with(wrong)).unwrap_err();
             assert!(format!("{refused:#}").contains(wrong), "{refused:#}");
         }
+        let mut args = with("writeback_cache,exclusive");
+        assert!(apply(&mut args).is_ok() && args.writeback_cache);
+        let refused = apply(&mut with("writeback_cache")).unwrap_err();
+        assert!(refused.to_string().contains("needs exclusive"), "{refused:#}");
         let refused = apply(&mut with("exclusive,watch")).unwrap_err();
         assert!(refused.to_string().contains("exclude each other"), "{refused:#}");
     }

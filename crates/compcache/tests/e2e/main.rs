@@ -60,6 +60,7 @@ mod mount_files;
 mod mount_network;
 mod mount_posix;
 mod mount_user;
+mod mount_writeback;
 mod nbd_client;
 mod old_kernel;
 mod real_programs;

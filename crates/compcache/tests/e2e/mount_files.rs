@@ -257,12 +257,23 @@ fn files_are_arrays_of_bytes_with_hardly_any_memory() {
 
 #[test]
 fn files_are_arrays_of_bytes_when_names_are_remembered() {
-    // Changes behind the mount are then noticed late, so this one makes none.
+    let mount = ["--memory", "64M", "--exclusive", "--remember", "60"];
+    run_from_above(&mount, "files_are_arrays_of_bytes_when_names_are_remembered");
+}
+
+#[test]
+fn files_are_arrays_of_bytes_when_the_kernel_writes_back() {
+    let mount = ["--memory", "64M", "--exclusive", "--writeback-cache"];
+    run_from_above(&mount, "files_are_arrays_of_bytes_when_the_kernel_writes_back");
+}
+
+/// Without changes behind the mount, which are noticed late there, or not at all.
+#[track_caller]
+fn run_from_above(mount: &[&str], name: &'static str) {
     if !can_mount(&[]) {
         return;
     }
-    let seed = Seed::for_test("files_are_arrays_of_bytes_when_names_are_remembered");
-    let mut model = Model::new(Tree::mounted(&["--memory", "64M", "--exclusive", "--remember", "60"]), seed.rng());
+    let mut model = Model::new(Tree::mounted(mount), Seed::for_test(name).rng());
     for _ in 0..1500 {
         let which = model.rng.usize(..FILES);
         let (at, length) = model.range();

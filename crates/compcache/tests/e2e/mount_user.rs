@@ -91,6 +91,26 @@ grep -c " $PWD/target " /proc/mounts || true
 }
 
 #[test]
+fn what_a_user_may_write_and_not_read_is_not_left_to_the_kernel_to_write_back() {
+    if !can() {
+        return;
+    }
+    let printed = as_nobody(
+        r#"
+./compcache mount --memory 8M --exclusive --writeback-cache source target & server=$!
+mounted
+touch target/w; chmod 200 target/w
+echo one >target/w; printf two >>target/w; printf three >>target/w
+cat target/w 2>/dev/null || echo "not read"
+chmod 600 target/w; cat target/w; cmp target/w source/w
+./compcache umount target
+wait $server; echo " ended $?"
+"#,
+    );
+    assert_eq!(printed, "not read\none\ntwothree ended 0\n");
+}
+
+#[test]
 fn what_a_user_makes_as_one_of_another_group_is_that_groups() {
     if !can() || !std::path::Path::new("/etc/fuse.conf").exists() {
         return;

@@ -66,11 +66,16 @@ pub fn run_again(filter: &str, but: &[&str]) {
     if are_meant() || !requires(&[Feature::Root, Feature::Fuse, Feature::FuseRings]) {
         return;
     }
+    again(&[filter], but, (BY_RINGS, "1"));
+}
+
+/// Runs this program's tests with any of `filters` in their names, but for those with one of `but`, in an environment with `how`.
+pub fn again(filters: &[&str], but: &[&str], how: (&str, &str)) {
     let program = env::current_exe().expect("it runs");
     let skipped = but.iter().flat_map(|name| ["--skip", name]);
-    let output = Command::new(program).arg(filter).args(skipped).env(BY_RINGS, "1").output().expect("it runs again");
+    let output = Command::new(program).args(filters).args(skipped).env(how.0, how.1).output().expect("it runs again");
     let printed = String::from_utf8_lossy(&output.stdout);
     eprintln!("{printed}{}", String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "by io_uring: {}", output.status);
+    assert!(output.status.success(), "{how:?}: {}", output.status);
     assert!(!printed.contains(" 0 passed"), "nothing was run");
 }

@@ -113,7 +113,11 @@ impl Tree {
             }
         }
         let mut command = Command::new(compcache());
-        command.arg("mount").args(arguments).arg(&source).arg(if over { &source } else { &target });
+        command.arg("mount").args(flags_beside(arguments)).args(arguments).arg(&source).arg(if over {
+            &source
+        } else {
+            &target
+        });
         ignore(&mut command, ignored);
         if let Some(prepare) = prepare {
             // SAFETY: that is all that is done between fork and exec.
@@ -194,6 +198,23 @@ impl Tree {
         // SAFETY: it takes nothing.
         unsafe { libc::sync() };
         fs::write("/proc/sys/vm/drop_caches", "3").expect("root may");
+    }
+}
+
+/// Flags for each tree where that is set, by words: the tests of mounts once more.
+const FLAGS: &str = "COMPCACHE_TEST_MOUNT_FLAGS";
+
+/// Those, unless a test's own exclude them.
+fn flags_beside(own: &[&str]) -> Vec<String> {
+    let flags = std::env::var(FLAGS).unwrap_or_default();
+    let excluded = own.contains(&"--watch");
+    flags.split_whitespace().filter(|flag| !excluded && !own.contains(flag)).map(str::to_owned).collect()
+}
+
+/// Runs this program's tests with any of `filters` in their names once more, but for those with one of `but`, where all trees are mounted with `flags`.
+pub fn run_again_with(filters: &[&str], but: &[&str], flags: &[&str]) {
+    if can_mount(&[]) {
+        by_rings::again(filters, but, (FLAGS, &flags.join(" ")));
     }
 }
 
