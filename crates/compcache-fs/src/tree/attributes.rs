@@ -73,7 +73,7 @@ impl Tree {
             };
             match node.modified.set(&node.path(), &times) {
                 // The kernel says when it was written to last, for one who may write and does not own the file. It has the time of our writing, then.
-                Err(Errno::PERM) if self.writes_back && changes.accessed.is_none() => {}
+                Err(Errno::PERM | Errno::ACCESS) if self.writes_back && changes.accessed.is_none() => {}
                 changed => changed?,
             }
         }
