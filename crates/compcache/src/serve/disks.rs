@@ -38,6 +38,8 @@ pub struct Disks {
 #[derive(Default)]
 struct Named {
     by_name: BTreeMap<String, Attached>,
+    /// What the caches of those may take that are being made, without the lock: it takes as long as what is to lie below them.
+    coming: BTreeMap<String, u64>,
     /// Those that are being ended, without the lock: it takes as long as what lies below them. Some may come back.
     leaving: BTreeMap<String, Leaves>,
     /// The server is at its end: a disk made now would be left behind.
@@ -99,7 +101,7 @@ impl Named {
     /// What the caches of disks with an origin may take.
     fn cache_bytes(&self) -> u64 {
         let leaving = self.leaving.values().map(|disk| disk.cache_bytes);
-        self.by_name.values().map(Attached::cache_bytes).chain(leaving).sum()
+        self.by_name.values().map(Attached::cache_bytes).chain(self.coming.values().copied()).chain(leaving).sum()
     }
 
     /// Where all of them are found.
@@ -130,6 +132,9 @@ impl Named {
         if self.leaving.contains_key(name) {
             return anyhow!("disk {name} is being removed, which takes as long as what it was asked for");
         }
+        if self.coming.contains_key(name) {
+            return anyhow!("disk {name} is being made, which takes as long as what lies below it");
+        }
         anyhow!("there is no disk called {name}; `compcache disk list` shows which there are")
     }
 
@@ -138,7 +143,10 @@ impl Named {
         if self.ending {
             bail!("the server is ending");
         }
-        let is_free = |name: &String| !self.by_name.contains_key(name) && !self.leaving.contains_key(name);
+        let is_taken = |name: &String| {
+            self.by_name.contains_key(name) || self.coming.contains_key(name) || self.leaving.contains_key(name)
+        };
+        let is_free = |name: &String| !is_taken(name);
         match wanted {
             None => {
                 let kind = if for_swap { "swap" } else { "disk" };
@@ -146,6 +154,9 @@ impl Named {
             }
             Some(name) if self.leaving.contains_key(name) => {
                 bail!("disk {name} is being removed already, but still there; choose another name")
+            }
+            Some(name) if self.coming.contains_key(name) => {
+                bail!("a disk called {name} is being made already; choose another name")
             }
             Some(name) => Some(checked_name(name)?.to_owned())
                 .filter(is_free)
@@ -204,12 +215,15 @@ impl Disks {
             bail!(NOT_RECOMPRESSED);
         }
         refuse_no_size(wanted.size_bytes)?;
-        let mut disks = self.lock();
+        let disks = self.lock();
         let name = disks.name_for(wanted.name.as_deref(), wanted.for_swap)?;
+        let open = |own: &[String]| {
+            let open = |backing| DiskBacking::open(backing, wanted.size_bytes, wanted.for_swap, own);
+            backing.map(open).transpose()
+        };
+        let (mut backing, mut disks) = self.opening(disks, &name, 0, open)?;
         let limit_bytes = wanted.limit_bytes.unwrap_or(u64::MAX);
         let config = PoolConfig { codec: codec.of_store(), limit_bytes };
-        let open = |backing| DiskBacking::open(backing, wanted.size_bytes, wanted.for_swap, &disks.devices());
-        let mut backing = backing.map(open).transpose()?;
         let pool = match &backing {
             Some(backing) => self.store.create_pool_on(config, backing.backing())?,
             None => self.store.create_pool(config)?,
@@ -242,16 +256,38 @@ impl Disks {
 
     fn create_over(&self, wanted: &Create, origin: &OriginWanted) -> anyhow::Result<DiskState> {
         let codec: Codec = wanted.codec.parse()?;
-        let mut disks = self.lock();
+        let disks = self.lock();
         let name = disks.name_for(wanted.name.as_deref(), wanted.for_swap)?;
         self.refuse_too_much(disks.cache_bytes(), origin.memory_bytes)?;
-        let origin = DiskOrigin::open(origin, codec, &disks.devices())?;
+        let open = |own: &[String]| DiskOrigin::open(origin, codec, own);
+        let (origin, mut disks) = self.opening(disks, &name, origin.memory_bytes, open)?;
         let wire = Wire::start(&name, origin.device(), &wanted.at, false, &self.directory)?;
         let (shows, recompress, presence) = (Shows::Origin(origin), Recompress::NEVER, Presence::default());
         let attached = Attached { shows, codec, recompress, wire, for_swap: false, presence, backing: None };
         let state = attached.state(&name);
         disks.by_name.insert(name, attached);
         Ok(state)
+    }
+
+    /// Opens what is to lie below the disk `name`, whose cache may take so much; given which devices are ours. Others have the lock meanwhile, and find the name taken: who
+    /// has that file or device may not answer.
+    fn opening<'d, T>(
+        &'d self,
+        mut disks: MutexGuard<'d, Named>,
+        name: &str,
+        cache_bytes: u64,
+        open: impl FnOnce(&[String]) -> anyhow::Result<T>,
+    ) -> anyhow::Result<(T, MutexGuard<'d, Named>)> {
+        let own = disks.devices();
+        disks.coming.insert(name.to_owned(), cache_bytes);
+        drop(disks);
+        let opened = open(&own);
+        let mut disks = self.lock();
+        disks.coming.remove(name);
+        if disks.ending {
+            bail!("the server is ending");
+        }
+        Ok((opened?, disks))
     }
 
     /// A cache of `more_bytes` beside others of `cache_bytes`: with what other disks may take, no more than there is.
@@ -557,9 +593,14 @@ mod tests {
         let mut disks = Named::default();
         assert_eq!(disks.name_for(None, true).unwrap(), "swap0");
         disks.leaving.insert("swap0".into(), leaves());
-        assert_eq!(disks.name_for(None, true).unwrap(), "swap1");
+        disks.coming.insert("swap1".into(), 1 << 20);
+        assert_eq!(disks.name_for(None, true).unwrap(), "swap2");
         assert_eq!(disks.name_for(None, false).unwrap(), "disk0");
-        assert!(disks.name_for(Some("swap0"), true).is_err());
+        for (name, why) in [("swap0", "being removed"), ("swap1", "being made")] {
+            assert!(disks.name_for(Some(name), true).unwrap_err().to_string().contains(why));
+            assert!(disks.not_there(name).to_string().contains(why));
+        }
+        assert_eq!(disks.cache_bytes(), 1 << 20, "those that are being made count");
     }
 
     #[test]

@@ -470,6 +470,51 @@ fn waits_for_a_tree(child: &Child) -> bool {
 }
 
 #[test]
+fn a_disk_that_waits_for_its_origin_to_be_opened_holds_up_no_other_command() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let tree = Tree::mounted(&["--memory", "4M"]);
+    fs::write(tree.source().join("origin"), vec![7; 1 << 20]).expect("the scratch directory can be written to");
+    let origin = tree.target().join("origin").display().to_string();
+    let server = Server::start(&[]);
+    let stopped = Stopped::of(&tree.child);
+    let (made, hears) = mpsc::channel();
+    let socket = &server.socket();
+    thread::scope(|scope| {
+        // Goes on before the threads are waited for, whatever fails.
+        let stopped = stopped;
+        let create = ["disk", "create", "--name", "slow", "--origin", &origin, "--memory", "4M", "--transport", "nbd"];
+        scope.spawn(move || _ = made.send(ask(socket, &create)));
+        let until = Instant::now() + PATIENCE;
+        while !waits_for_a_tree(&server.child) && Instant::now() < until {
+            thread::sleep(Duration::from_millis(10));
+        }
+        let (done, heard) = mpsc::channel();
+        scope.spawn(move || {
+            let create = |name| ask(socket, &["disk", "create", "--name", name, "--size", "1M", "--transport", "nbd"]);
+            let commands = [ask(socket, &["list"]), ask(socket, &["show", "slow"]), create("slow"), create("other")];
+            _ = done.send(commands);
+        });
+        let heard = heard.recv_timeout(PATIENCE);
+        let early = hears.try_recv();
+        drop(stopped);
+        let [list, show, same, other] = heard.expect("who asks for something else waits, too");
+        assert!(early.is_err(), "nobody waited for the origin");
+        assert!(list.status.success() && other.status.success(), "{}{}", said(&list), said(&other));
+        assert!(
+            said(&show).contains("is being made") && said(&same).contains("already"),
+            "{}{}",
+            said(&show),
+            said(&same)
+        );
+        let made = hears.recv_timeout(PATIENCE).expect("it is made when its origin has answered");
+        assert!(made.status.success(), "{}", said(&made));
+    });
+    server.ok(&["show", "slow"]);
+}
+
+#[test]
 fn a_disk_that_waits_for_its_origin_to_be_removed_holds_up_no_other_command() {
     if !can_mount(&[]) || !requires(&[Feature::Program("nbdcopy")]) {
         return;
