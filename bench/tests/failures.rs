@@ -14,9 +14,11 @@ const SCAN: [&str; 11] =
 
 /// A script in place of `compcache`.
 fn in_place_of_ours(directory: &Path, script: &str) -> PathBuf {
-    let path = directory.join("compcache");
-    fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    let [written, path] = ["written", "compcache"].map(|name| directory.join(name));
+    fs::write(&written, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(&written, fs::Permissions::from_mode(0o755)).unwrap();
+    // By another process: what a test starts meanwhile would have it open for writing, and then it cannot be run.
+    assert!(Command::new("cp").args([&written, &path]).status().unwrap().success());
     path
 }
 

@@ -25,6 +25,8 @@ pub struct OpenFile {
     pub opener: Caller,
     /// Opened for that below, too: whatever is written goes to the end.
     pub only_appends: bool,
+    /// The kernel keeps nothing that is read or written by it, though it writes back what it keeps of others.
+    pub is_past_pages: bool,
     /// Changes behind the mount are noticed meanwhile.
     pub watched: bool,
     /// To be [confirmed](crate::kept) with the first request, or 0.

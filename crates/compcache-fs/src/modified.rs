@@ -4,7 +4,7 @@
 //! that one is served, and what they write makes the file younger than the kernel takes it to be, for as long as it knows the file; so it does if it was written to in the tick
 //! of the kernel's clock in which it was made. So the file is given the same time again after what is written soon after; if that is a later change, the kernel gives it another.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, utimensat};
@@ -24,27 +24,35 @@ pub struct Modified(Mutex<Option<(Instant, Timespec)>>);
 impl Modified {
     /// Gives the file at `path` both times, of which the second one is to stay if it is a time.
     pub fn set(&self, path: &str, times: &Timestamps) -> io::Result<()> {
-        let mut given = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        utimensat(CWD, path, times, AtFlags::empty())?;
         if times.last_modification.tv_nsec < NSEC_PER_SEC {
-            *given = Some((Instant::now(), times.last_modification));
+            // First, so that who is about to give it another gives it this one afterwards.
+            self.told(times.last_modification);
         }
-        Ok(())
+        utimensat(CWD, path, times, AtFlags::empty()).inspect_err(|_| *self.lock() = None)
     }
 
     /// The kernel is told that this is the file's time.
     pub fn told(&self, time: Timespec) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some((Instant::now(), time));
+        *self.lock() = Some((Instant::now(), time));
     }
 
     /// The file was written to by a request that may have been made before.
     pub fn restore(&self, path: &str) {
-        let given = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, time)) = given.filter(|(at, _)| at.elapsed() < OVERTAKEN_MAX) {
-            let times = Timestamps { last_access: AS_IT_IS, last_modification: time };
-            // Where we may not, the time is that of the writing.
+        let mut restored = None;
+        while let Some(given) = self.given().filter(|given| restored.as_ref() != Some(given)) {
+            let times = Timestamps { last_access: AS_IT_IS, last_modification: given.1 };
+            // Where we may not, the time is that of the writing. Nobody waits for it by the lock: below may be a file server.
             let _ = utimensat(CWD, path, &times, AtFlags::empty());
+            restored = Some(given);
         }
+    }
+
+    fn given(&self) -> Option<(Instant, Timespec)> {
+        self.lock().filter(|(at, _)| at.elapsed() < OVERTAKEN_MAX)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<(Instant, Timespec)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -214,6 +214,11 @@ mod tests {
                 back.send(()).unwrap();
             });
             let _go_on = GoOn(linger);
+            let until = Instant::now() + SOON;
+            while linger.standing_by.load(Relaxed) == 0 {
+                assert!(Instant::now() < until, "nobody stands by");
+                thread::yield_now();
+            }
             then(&comes_back);
         });
         assert_eq!(linger.standing_by.load(Relaxed), 0);

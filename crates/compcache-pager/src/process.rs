@@ -148,7 +148,7 @@ mod tests {
             sys::abort();
         }
         let mut status = 0;
-        for _ in 0..500 {
+        for _ in 0..2000 {
             // SAFETY: the status is ours.
             if unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } == child {
                 return libc::WIFSIGNALED(status).then(|| libc::WTERMSIG(status));

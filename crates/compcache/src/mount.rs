@@ -26,12 +26,13 @@ use crate::cgroup;
 use crate::cli::{MountArgs, RemountArgs, ShowArgs, UmountArgs};
 use crate::disk::ended;
 use crate::end_signals::EndSignals;
-use crate::kernel::ram_bytes;
+use crate::kernel::{self, ram_bytes};
 use crate::run::{STATUS_FAILED, say};
 use crate::size::{Shown, Size};
 
 /// What our mounts are called in the table of mounts.
 const KIND: &str = "fuse.compcache";
+const OLDEST_THAT_WRITES_BACK: (u32, u32) = (6, 6);
 
 /// Mounts, and serves until it is unmounted. `arguments` are all that this program was given.
 pub fn mount(args: MountArgs, arguments: &[OsString]) -> ExitCode {
@@ -48,6 +49,9 @@ pub fn mount(args: MountArgs, arguments: &[OsString]) -> ExitCode {
 fn serve(mut args: MountArgs) -> anyhow::Result<()> {
     let forbidden = options::apply(&mut args)?;
     refuse_little(args.memory.bytes(ram_here()))?;
+    if args.writeback_cache {
+        refuse_old(&kernel::release())?;
+    }
     let mut signals = EndSignals::new()?;
     let options = MountOptions {
         allow_other: args.allow_other,
@@ -90,6 +94,14 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
 /// A percentage is of the RAM, or of the memory cgroup's limit if that is lower.
 fn ram_here() -> u64 {
     cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes())
+}
+
+/// Before, what is written past the kernel's pages leaves old ones there, and what is kept in others is written over it later.
+fn refuse_old(release: &str) -> anyhow::Result<()> {
+    if kernel::version(release).is_some_and(|version| version < OLDEST_THAT_WRITES_BACK) {
+        bail!("--writeback-cache needs Linux 6.6, and this is {release}; mount without it");
+    }
+    Ok(())
 }
 
 fn refuse_little(memory_bytes: u64) -> anyhow::Result<()> {
@@ -210,5 +222,18 @@ fn unmounted(target: &Path) -> anyhow::Result<()> {
             bail!("what is mounted on {} is {kind}, not ours; use umount", target.display())
         }
         Some(_) => compcache_fs::unmount(&target).map_err(FsError::into),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_that_is_too_old_to_write_back_is_named() {
+        assert!(refuse_old("6.5.13-generic").unwrap_err().to_string().contains("6.5.13"));
+        for release in ["6.6.0", "6.12.1", "7.0"] {
+            assert!(refuse_old(release).is_ok(), "{release}");
+        }
     }
 }

@@ -17,7 +17,7 @@ use crate::client::{self, Client, go_data, greet, option, option_replies};
 use crate::front::{Front, Nbd};
 use crate::{SIZE_BYTES, disk, disk_of};
 
-const DELAY: Duration = Duration::from_secs(2);
+const DELAY: Duration = Duration::from_secs(4);
 
 fn delayed() -> Nbd<true> {
     Nbd::serve(Arc::new(Delayed::new(disk().device, 65536..131_072, DELAY)))

@@ -71,17 +71,30 @@ impl Tree {
                 last_access: changes.accessed.unwrap_or(AS_IT_IS),
                 last_modification: changes.modified.unwrap_or(AS_IT_IS),
             };
-            match node.modified.set(&node.path(), &times) {
-                // The kernel says when it was written to last, for one who may write and does not own the file. It has the time of our writing, then.
-                Err(Errno::PERM | Errno::ACCESS) if self.writes_back && changes.accessed.is_none() => {}
-                changed => changed?,
-            }
+            self.give_times(&node, &times)?;
         }
         let stat = node.look()?;
         if self.exclusive {
             node.kept.lock().unwrap_or_else(PoisonError::into_inner).follow(stamp_of(&stat));
         }
         Ok(self.shown(&stat, &node))
+    }
+
+    /// Where the kernel writes back, it makes a time of its own of the present, and gives a file its time for who has written to it: both may be for one who may write to the
+    /// file and does not own it, of whom the file system below takes the present alone.
+    fn give_times(&self, node: &Node, times: &Timestamps) -> io::Result<()> {
+        match node.modified.set(&node.path(), times) {
+            Err(Errno::PERM | Errno::ACCESS) if self.writes_back && times.last_access == NOW => {
+                node.modified.set(&node.path(), &Timestamps { last_access: NOW, last_modification: NOW })
+            }
+            // It has the time of our writing.
+            Err(Errno::PERM | Errno::ACCESS)
+                if self.writes_back && times.last_access == AS_IT_IS && !geteuid().is_root() =>
+            {
+                Ok(())
+            }
+            given => given,
+        }
     }
 
     /// Gives a file another length.

@@ -175,6 +175,7 @@ impl Tree {
             let reads = fcntl_getfl(&fd).is_ok_and(|how| how & OFlags::RWMODE == OFlags::RDWR);
             how.set(FopenFlags::FOPEN_DIRECT_IO, only_appends || !reads);
         }
+        let is_past_pages = how.contains(FopenFlags::FOPEN_DIRECT_IO);
         let (direct, unconfirmed, appends, run) =
             (Direct::default(), unconfirmed.into(), Appends::default(), Mutex::default());
         (
@@ -185,6 +186,7 @@ impl Tree {
                 writes,
                 opener,
                 only_appends,
+                is_past_pages,
                 watched,
                 unconfirmed,
                 appends,
@@ -252,7 +254,9 @@ impl Tree {
         // Nor does the kernel say whose they are: where only what is stored through mappings is written so, they are taken for the server's own.
         let is_openers = writes_back && self.writes_back;
         let caller = if is_openers { open.opener } else { caller };
-        let appends = flags.0 as u32 & OFlags::APPEND.bits() != 0 && !writes_back;
+        // Where it keeps pages of its own, the file below may still be too short, and the place that it says is right.
+        let has_place = writes_back || self.writes_back && !open.only_appends;
+        let appends = flags.0 as u32 & OFlags::APPEND.bits() != 0 && !has_place;
         if open.only_appends && !appends {
             // It would be written at the end, wherever it belongs.
             return Err(Errno::PERM);
@@ -262,16 +266,10 @@ impl Tree {
             let bytes = (offset_bytes, offset_bytes.saturating_add(from.len() as u64));
             let write = if writes_back { lower::write_back } else { lower::write };
             let write = || taking_room(caller, drops_suid, &open.node, || write(&open.fd, offset_bytes, from));
-            let write = || {
-                write().inspect(|_| {
-                    if is_openers {
-                        open.node.modified.restore(&open.node.path())
-                    }
-                })
-            };
+            let write = || write().inspect(|_| self.keep_time(&open));
             return self.writing_pages(&open.node, bytes, write, |written| (offset_bytes, &from[..*written]));
         }
-        let is_direct = flags.0 as u32 & OFlags::DIRECT.bits() != 0;
+        let is_direct = open.is_past_pages || flags.0 as u32 & OFlags::DIRECT.bits() != 0;
         let append = if is_direct { lower::append_all } else { lower::append };
         let append = || {
             let append = || taking_room(caller, drops_suid, &open.node, || append(&open.fd, from));
@@ -362,7 +360,8 @@ impl Tree {
         let mode = FallocateFlags::from_bits_retain(mode as u32);
         let bytes = (offset_bytes, offset_bytes.saturating_add(length_bytes));
         let allocate = || fallocate(&open.fd, mode, offset_bytes, length_bytes);
-        self.writing(&open.node, bytes, || taking_room(caller, caller.uid != 0, &open.node, allocate))
+        let allocate = || taking_room(caller, caller.uid != 0, &open.node, allocate);
+        self.writing(&open.node, bytes, || allocate().inspect(|()| self.keep_time(&open)))
     }
 
     pub fn copy_range(
@@ -377,7 +376,15 @@ impl Tree {
         let length = length_bytes.min(COPY_BYTES_MAX) as usize;
         let bytes = (to, to.saturating_add(length as u64));
         let copy = || copy_file_range(&source.fd, Some(&mut from), &target.fd, Some(&mut to), length);
-        self.writing(&target.node, bytes, || taking_room(caller, caller.uid != 0, &target.node, copy))
+        let copy = || taking_room(caller, caller.uid != 0, &target.node, copy);
+        self.writing(&target.node, bytes, || copy().inspect(|_| self.keep_time(&target)))
+    }
+
+    /// The file was changed, of whose time the kernel has its own idea: but not of what goes past its pages.
+    fn keep_time(&self, open: &OpenFile) {
+        if self.writes_back && !open.is_past_pages {
+            open.node.modified.restore(&open.node.path());
+        }
     }
 
     /// Where the next data or hole is; the kernel asks for nothing else.
@@ -403,14 +410,13 @@ impl Tree {
         flags: OpenFlags,
         open: impl Fn(OFlags) -> io::Result<OwnedFd>,
     ) -> io::Result<(OwnedFd, bool)> {
-        let (asked, how) = (OFlags::from_bits_retain(flags.0 as u32), self.flags_below(flags));
-        let opened = match open(how) {
+        let (asked, mut how) = (OFlags::from_bits_retain(flags.0 as u32), self.flags_below(flags));
+        let mut opened = open(how);
+        if matches!(opened, Err(Errno::ACCESS | Errno::PERM)) && how & OFlags::RWMODE != asked & OFlags::RWMODE {
             // It may be written, and we may not read it.
-            Err(Errno::ACCESS | Errno::PERM) if how & OFlags::RWMODE != asked & OFlags::RWMODE => {
-                open((how - OFlags::RWMODE) | OFlags::WRONLY)
-            }
-            opened => opened,
-        };
+            how = (how - OFlags::RWMODE) | OFlags::WRONLY;
+            opened = open(how);
+        }
         match opened {
             Err(Errno::PERM) if asked.contains(OFlags::APPEND) => Ok((open(how | OFlags::APPEND)?, true)),
             other => Ok((other?, false)),

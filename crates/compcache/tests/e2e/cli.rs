@@ -130,14 +130,15 @@ fn a_program_that_does_not_exist_is_told_before_anything_starts() {
 fn scripts_for_env_run_whatever_their_line_says() {
     let _shared = beside_others();
     let dir = scratch();
-    let (script, tool) = (dir.path().join("script"), dir.path().join("tool-for-scripts"));
+    let [written, script, tool] = ["written", "script", "tool-for-scripts"].map(|name| dir.path().join(name));
     std::os::unix::fs::symlink("/bin/sh", &tool).expect("a link");
     let with_path = format!("PATH={}:/usr/bin:/bin tool-for-scripts", dir.path().display());
     for way in ways() {
         for line in ["-u DISPLAY sh", "--unset NAME sh", "A='b c d' sh", &with_path] {
             let text = format!("#!/usr/bin/env -S {line}\nexec {} 48 0\n", trap_program("holds").display());
-            fs::write(&script, text).expect("a file");
-            fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("our file");
+            fs::write(&written, text).expect("a file");
+            fs::set_permissions(&written, fs::Permissions::from_mode(0o755)).expect("our file");
+            copy_program(&written, &script);
             let outcome = Program::new(&script).paged(way, &Cap::resident_mib(12));
             assert!(outcome.status.success() && outcome.text().ends_with("right\n"), "{line}: {}", outcome.explain());
             outcome.must_have_evicted();
@@ -294,7 +295,7 @@ fn the_program_survives_the_death_of_its_supervisor() {
     let _shared = beside_others();
     for way in ways() {
         let dir = scratch();
-        let script = format!("{} 48 2 > {}", trap_program("holds").display(), dir.path().join("out").display());
+        let script = format!("{} 48 10 > {}", trap_program("holds").display(), dir.path().join("out").display());
         let mut running = Program::new("sh").args(["-c", &script]).start(way, &Cap::resident_mib(12));
         let output = || fs::read_to_string(dir.path().join("out")).unwrap_or_default();
         sample_until("the program is warm", 30, || output().contains("warm\n").then_some(()));

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use compcache_testkit::features::{Feature, requires};
 
 use crate::real_programs::sources;
-use crate::support::{Mounted, Server, backing_file, beside_others, scratch};
+use crate::support::{Mounted, Server, await_unmounted, backing_file, beside_others, scratch};
 
 /// Whether the machine can serve block devices and has these programs.
 fn can_serve(programs: &[&'static str]) -> bool {
@@ -82,6 +82,7 @@ impl Disk {
 
     fn unmount(&self) {
         done(Command::new("umount").arg(self.at()));
+        await_unmounted(&self.device);
     }
 
     /// Has everything read from the disk again.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
 
-use crate::support::{LoopDevice, Mounted, PATIENCE, Server, backing_file, beside_others, said};
+use crate::support::{LoopDevice, Mounted, PATIENCE, Server, await_unmounted, backing_file, beside_others, said};
 
 const NEEDED: [Feature; 4] = [Feature::Root, Feature::Fuse, Feature::Loop, Feature::Program("mkfs.ext4")];
 const BLOCK: usize = 4096;
@@ -67,6 +67,7 @@ fn a_file_system_on_an_origin_is_there_without_us_and_what_was_read_of_it_is_fou
     // The kernel forgets what it has with the mount; the second time all of it is in memory.
     let read_all = || {
         run("umount", &[&at]);
+        await_unmounted(&device);
         run("mount", &[&device, &at]);
         run("diff", &["-r", "-x", ".git", &sources, &copy]);
         run("git", &["-C", &copy, "fsck", "--full"]);
@@ -93,6 +94,7 @@ fn a_file_system_on_an_origin_is_there_without_us_and_what_was_read_of_it_is_fou
 
     server.refuses(&["disk", "rm", "o"], &["mounted on", &at]);
     run("umount", &[&at]);
+    await_unmounted(&device);
     let ours = backing_file(&device).expect("it is in use");
     server.ok(&["disk", "rm", "o"]);
     assert_ne!(backing_file(&device), Some(ours), "the loop device is left behind");
@@ -200,6 +202,7 @@ fn a_block_device_is_an_origin_and_nobody_elses_meanwhile() {
         used_bytes()
     );
     run("umount", &[&at]);
+    await_unmounted(&device);
     server.ok(&["disk", "rm", "o"]);
     run("fsck.ext4", &["-fn", &origin.0]);
     drop(mounted);

@@ -19,8 +19,8 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Signal, kill_process};
 
 use crate::support::{
-    Mounted, PATIENCE, Server, Stopped, Tree, ask, backing_file, can_mount, compcache, copy_program, ignore, said,
-    sample_until, scratch,
+    Mounted, PATIENCE, Server, Stopped, Tree, ask, await_unmounted, backing_file, can_mount, compcache, copy_program,
+    ignore, said, sample_until, scratch,
 };
 
 /// What a server says that must not come up; one that does is ended after a while.
@@ -353,10 +353,12 @@ fn a_file_system_on_a_disk_holds_a_tree_and_the_disk_stays_while_it_is_mounted()
     server.refuses(&["disk", "reset", "fs"], &["in use", "unmount"]);
     server.refuses(&["disk", "resize", "fs", "8M"], &["in use", "unmount"]);
     run("umount", &[&at]);
+    await_unmounted(device.trim());
     // From the disk this time, not from the page cache.
     run("mount", &[device.trim(), &at]);
     run("diff", &["-r", sources, &copy]);
     run("umount", &[&at]);
+    await_unmounted(device.trim());
     run("fsck.ext4", &["-fn", device.trim()]);
     // Another server's disk may take the device at once.
     let ours = backing_file(device.trim()).expect("it is in use");

@@ -5,9 +5,10 @@
 //! mount the file is opened anew before it is looked at, as is promised ([S102]). One seed (`COMPCACHE_SEED`) repeats a run.
 
 use std::fs::{self, File};
+use std::io::Write;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::ptr;
 
@@ -105,15 +106,7 @@ impl Model {
                 self.open[which].write_all_at(&from, at as u64).unwrap();
                 self.put(which, at, &from);
             }
-            5 => {
-                let from = self.bytes(length.min(5000));
-                let end = self.contents[which].len();
-                if end + from.len() <= BYTES_MAX {
-                    use std::io::Write;
-                    File::options().append(true).open(self.above(which)).unwrap().write_all(&from).unwrap();
-                    self.put(which, end, &from);
-                }
-            }
+            5 => self.append(which, length, 0),
             6 | 7 => {
                 self.open[which].set_len(at as u64).unwrap();
                 self.contents[which].resize(at, 0);
@@ -121,13 +114,7 @@ impl Model {
             8 => self.punch(which, at, length),
             9 => self.copy(which, at, length),
             10..13 => self.through_a_mapping(which),
-            13 => {
-                use std::os::unix::fs::OpenOptionsExt;
-                let from = self.bytes(length);
-                let direct = File::options().write(true).custom_flags(libc::O_DIRECT).open(self.above(which)).unwrap();
-                direct.write_all_at(&from, at as u64).unwrap();
-                self.put(which, at, &from);
-            }
+            13 => self.write_directly(which, at, length),
             14..17 => {
                 let from = self.bytes(length);
                 File::options().write(true).open(self.below(which)).unwrap().write_all_at(&from, at as u64).unwrap();
@@ -165,6 +152,24 @@ impl Model {
             _ => self.tree.drop_kernel_cache(),
         }
         self.check(which);
+    }
+
+    /// By another descriptor than that which is open.
+    fn append(&mut self, which: usize, length: usize, flags: i32) {
+        let from = self.bytes(length.min(5000));
+        let end = self.contents[which].len();
+        if end + from.len() <= BYTES_MAX {
+            let mut file = File::options().append(true).custom_flags(flags).open(self.above(which)).unwrap();
+            file.write_all(&from).unwrap();
+            self.put(which, end, &from);
+        }
+    }
+
+    fn write_directly(&mut self, which: usize, at: usize, length: usize) {
+        let from = self.bytes(length);
+        let direct = File::options().write(true).custom_flags(libc::O_DIRECT).open(self.above(which)).unwrap();
+        direct.write_all_at(&from, at as u64).unwrap();
+        self.put(which, at, &from);
     }
 
     fn punch(&mut self, which: usize, at: usize, length: usize) {
@@ -277,7 +282,9 @@ fn run_from_above(mount: &[&str], name: &'static str) {
     for _ in 0..1500 {
         let which = model.rng.usize(..FILES);
         let (at, length) = model.range();
-        match model.rng.u8(..8) {
+        let choice = model.rng.u8(..13);
+        model.note(format!("{choice} on {which}: {at}+{length}, of {}", model.contents[which].len()));
+        match choice {
             0..3 => {
                 let from = model.bytes(length);
                 model.open[which].write_all_at(&from, at as u64).unwrap();
@@ -290,6 +297,17 @@ fn run_from_above(mount: &[&str], name: &'static str) {
             4 => model.punch(which, at, length),
             5 => model.through_a_mapping(which),
             6 => model.reopen(which),
+            7 => model.append(which, length, 0),
+            8 => model.append(which, length, libc::O_DIRECT),
+            9 => model.write_directly(which, at, length),
+            10 => model.copy(which, at, length),
+            11 => {
+                // By the descriptor that is open; what it wrote before may not be below yet.
+                let from = model.bytes(length.min(BYTES_MAX - at));
+                model.open[which].write_all_at(&from, at as u64).unwrap();
+                model.put(which, at, &from);
+                model.append(which, length, if at % 2 == 0 { libc::O_DIRECT } else { 0 });
+            }
             _ => model.tree.drop_kernel_cache(),
         }
         model.check(which);
@@ -305,8 +323,6 @@ fn numbers(count: Range<u32>) -> Vec<u8> {
 /// The kernel asks for such a write in several requests at once.
 #[test]
 fn a_long_direct_append_is_in_one_piece() {
-    use std::io::Write;
-    use std::os::unix::fs::OpenOptionsExt;
     if !can_mount(&[]) {
         return;
     }

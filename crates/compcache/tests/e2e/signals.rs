@@ -217,13 +217,13 @@ fn a_timer_that_was_set_before_ends_the_program() {
         "--",
         "sh",
         "-c",
-        "trap 'exit 9' ALRM; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 1; done",
+        "trap 'exit 9' ALRM; for i in $(seq 30); do sleep 1; done",
     ]);
     // SAFETY: alarm(2) is async-signal-safe.
     unsafe {
         command.pre_exec(|| {
             // By then the shell has its trap.
-            libc::alarm(4);
+            libc::alarm(8);
             Ok(())
         });
     }

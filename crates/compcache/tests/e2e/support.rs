@@ -11,7 +11,9 @@ mod tree;
 pub use build::{memory_tester, preload, release_binary, trap_program};
 pub use guard::Guard;
 pub use run::{Cap, Outcome, Program, Running, Way, alone, beside_others, sample_until, ways};
-pub use server::{LoopDevice, Mounted, PATIENCE, Server, Stopped, ask, backing_file, hears, ignore, said};
+pub use server::{
+    LoopDevice, Mounted, PATIENCE, Server, Stopped, ask, await_unmounted, backing_file, hears, ignore, said,
+};
 pub use tree::{Tree, can_mount, run_again_with};
 
 use std::path::{Path, PathBuf};

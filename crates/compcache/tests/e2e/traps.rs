@@ -39,7 +39,7 @@ fn spring(name: &'static str, arguments: &[&str]) {
         let lets_devices_write = way == Way::Remap && name == "io_urings";
         let program = program.clone();
         let program = if lets_devices_write { program } else { program.env("TRAP_EXPECT_EVICTION", "1") };
-        let changes_mappings = name == "maps";
+        let changes_mappings = ["maps", "locks", "limits"].contains(&name);
         let paged = if changes_mappings { program.paged_again_if_ended(way, &CAP) } else { program.paged(way, &CAP) };
         eprintln!("{name} {arguments:?} {way:?}: {:.1} s, bare {:.1} s", paged.seconds, bare.seconds);
         paged.must_equal(&bare);

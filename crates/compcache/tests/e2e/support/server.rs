@@ -1,7 +1,8 @@
 //! `compcache serve`, started for a test and asked as a person asks it; what it serves is undone with it.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
@@ -137,6 +138,16 @@ pub fn hears(said: &mut BufReader<ChildStderr>, words: &str) -> String {
         assert!(said.read_line(&mut text).expect("it says text") > 0, "it ended: {text}");
     }
     text
+}
+
+/// Waits until nothing on a device is mounted. A server that was just started may have copies of others' mounts, and what was unmounted here lives on for as long.
+pub fn await_unmounted(device: impl AsRef<Path>) {
+    let until = Instant::now() + PATIENCE;
+    let open = || File::options().read(true).custom_flags(libc::O_EXCL).open(&device);
+    while open().is_err() {
+        assert!(Instant::now() < until, "{} is in use still: {:?}", device.as_ref().display(), open());
+        thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// A process that stands still, until this is dropped.
