@@ -214,14 +214,18 @@ mod tests {
                 back.send(()).unwrap();
             });
             let _go_on = GoOn(linger);
-            let until = Instant::now() + SOON;
-            while linger.standing_by.load(Relaxed) == 0 {
-                assert!(Instant::now() < until, "nobody stands by");
-                thread::yield_now();
-            }
             then(&comes_back);
         });
         assert_eq!(linger.standing_by.load(Relaxed), 0);
+    }
+
+    /// However late the thread begins.
+    fn await_one_who_stands_by(linger: &Linger) {
+        let until = Instant::now() + SOON;
+        while linger.standing_by.load(Relaxed) == 0 {
+            assert!(Instant::now() < until, "nobody stands by");
+            thread::yield_now();
+        }
     }
 
     fn stays_away(comes_back: &Receiver<()>) {
@@ -232,6 +236,7 @@ mod tests {
     fn whoever_finds_somebody_looking_stands_by_until_he_is_called() {
         let linger = linger();
         beside_one_who_looks(&linger, |comes_back| {
+            await_one_who_stands_by(&linger);
             stays_away(comes_back);
             linger.call_one();
             comes_back.recv_timeout(SOON).unwrap();
@@ -242,6 +247,7 @@ mod tests {
     fn he_who_goes_to_sleep_calls_all() {
         let linger = linger();
         beside_one_who_looks(&linger, |comes_back| {
+            await_one_who_stands_by(&linger);
             stays_away(comes_back);
             linger.occupied.store(false, Relaxed);
             linger.look();
