@@ -515,8 +515,10 @@ impl Attached {
         if self.for_swap && size_bytes > disk.size_bytes() {
             disk.pool().prepare(size_bytes / BLOCK_BYTES as u64)?;
         }
+        let before = disk.size_bytes();
         disk.resize(size_bytes)?;
-        self.wire.resized()
+        // What has no device any more, or cannot tell its users, stays as they know it.
+        self.wire.resized().inspect_err(|_| _ = disk.resize(before))
     }
 
     fn state(&self, name: &str) -> DiskState {

@@ -573,6 +573,20 @@ fn a_disk_that_waits_for_its_origin_to_be_removed_holds_up_no_other_command() {
 }
 
 #[test]
+fn a_disk_whose_device_was_detached_keeps_its_size() {
+    if !requires(&BLOCK_DEVICE) || !requires(&[Feature::Program("losetup")]) {
+        return;
+    }
+    let server = Server::start(&[]);
+    let device = server.ok(&["disk", "create", "--name", "d", "--size", "8M", "--transport", "loop"]);
+    // Before the device can be another's.
+    assert!(Command::new("losetup").args(["-d", device.trim()]).status().expect("it runs").success());
+    server.refuses(&["disk", "resize", "d", "24M"], &["detached", "create it anew"]);
+    assert_eq!(server.stat("d", "disksize"), 8 << 20);
+    server.ok(&["disk", "rm", "d"]);
+}
+
+#[test]
 fn a_loop_device_grows_while_it_is_in_use() {
     if !requires(&BLOCK_DEVICE) {
         return;
