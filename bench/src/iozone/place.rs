@@ -49,16 +49,15 @@ pub enum Keeper {
     /// The kernel's page cache alone.
     Plain,
     /// It, and the pool of a mounted tree.
-    Mount {
-        /// Nobody changes the files behind it, `--exclusive`, and what that allows.
-        flags: &'static [&'static str],
-    },
+    Mount(&'static MountSide),
     /// It, and the pool under a block device.
     Origin,
 }
 
-/// What mounted trees are called, and with which flags they are mounted.
-const MOUNTS: [(&str, &[&str]); 3] =
+/// What a mounted tree is called, and with which flags it is mounted.
+type MountSide = (&'static str, &'static [&'static str]);
+
+static MOUNTS: [MountSide; 3] =
     [("mount", &[]), ("mount-exclusive", &["--exclusive"]), ("mount-writeback", &["--exclusive", "--writeback-cache"])];
 
 impl FromStr for Keeper {
@@ -69,7 +68,7 @@ impl FromStr for Keeper {
             "plain" => Ok(Keeper::Plain),
             "origin" => Ok(Keeper::Origin),
             _ => match MOUNTS.iter().find(|(name, _)| *name == word) {
-                Some((_, flags)) => Ok(Keeper::Mount { flags }),
+                Some(side) => Ok(Keeper::Mount(side)),
                 None => Err(format!("{word:?} is none of plain, mount, mount-exclusive, mount-writeback, origin")),
             },
         }
@@ -80,7 +79,7 @@ impl fmt::Display for Keeper {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Keeper::Plain => "plain",
-            Keeper::Mount { flags } => MOUNTS.iter().find(|(_, of)| of == flags).map_or("mount", |(name, _)| name),
+            Keeper::Mount((name, _)) => name,
             Keeper::Origin => "origin",
         })
     }
@@ -223,7 +222,7 @@ impl<'s> Disk<'s> {
             Standing { session, mark, group, client, server, point: directory.join("ext4"), keeper: Served::Kernel };
         match keeper {
             Keeper::Plain => mount::on(session, self.device.path(), &standing.point, "ext4", "")?,
-            Keeper::Mount { flags } => {
+            Keeper::Mount((_, flags)) => {
                 mount::on(session, self.device.path(), &standing.point, "ext4", "")?;
                 ours::step(ours::MOUNT_NEEDS, standing.mount(bench, &directory, memory.pool_bytes, flags))?;
             }

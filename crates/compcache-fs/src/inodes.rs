@@ -41,7 +41,7 @@ use rustix::io::{self, Errno};
 use crate::kept::Kept;
 use crate::modified::Modified;
 use crate::names::Names;
-use crate::stamp::{generation_of, id_of, look, mount_of};
+use crate::stamp::{generation_of, id_of, look, mount_of, stamp_of};
 
 const DEVICE_SHIFT: u32 = 48;
 /// Descriptors that are not for files the kernel knows.
@@ -88,6 +88,11 @@ impl Node {
         let names = Names::new(FileType::from_raw_mode(stat.stx_mode.into()).is_dir());
         let (kept, has_pages, modified) = (Mutex::default(), AtomicBool::new(false), Modified::default());
         Node { number, id, generation, mount, limits, fd, names, kept, has_pages, modified }
+    }
+
+    /// The kernel itself has changed the file, which is this now.
+    pub fn follow(&self, stat: &Statx) {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).follow(stamp_of(stat));
     }
 
     /// What is known of the file now.

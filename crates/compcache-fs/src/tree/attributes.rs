@@ -1,6 +1,5 @@
 //! What is known of a file, and changing it.
 
-use std::sync::PoisonError;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use fuser::{FileAttr, FileHandle, INodeNo, TimeOrNow};
@@ -12,7 +11,7 @@ use super::Tree;
 use crate::caller::{Caller, as_owner, dropping_suid};
 use crate::inodes::Node;
 use crate::modified::AS_IT_IS;
-use crate::stamp::{attributes, look, stamp_of};
+use crate::stamp::{attributes, look};
 
 /// utimensat(2): the time of the call.
 pub const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0x3fff_ffff };
@@ -75,7 +74,7 @@ impl Tree {
         }
         let stat = node.look()?;
         if self.exclusive {
-            node.kept.lock().unwrap_or_else(PoisonError::into_inner).follow(stamp_of(&stat));
+            node.follow(&stat);
         }
         Ok(self.shown(&stat, &node))
     }

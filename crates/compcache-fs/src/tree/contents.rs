@@ -220,7 +220,7 @@ impl Tree {
         self.ahead.void(node.id, pages);
         if self.exclusive {
             if let Ok(stat) = node.look() {
-                node.kept.lock().unwrap_or_else(PoisonError::into_inner).follow(stamp_of(&stat));
+                node.follow(&stat);
                 if let Ok(changed) = &changed {
                     let (offset_bytes, from) = written(changed);
                     let (first, pages, rest) = whole_pages(offset_bytes, from);
@@ -457,6 +457,7 @@ pub mod tests {
     use super::*;
     use crate::inodes::Inodes;
     use crate::tree::Parts;
+    use crate::tree::attributes::Changes;
     use crate::tree::reading::Bytes;
 
     impl Bytes for &mut Vec<u8> {
@@ -567,5 +568,24 @@ pub mod tests {
         assert!(!new.1 && !open().1);
         tree.close_report(new.0).unwrap();
         assert!(open().1);
+    }
+
+    #[test]
+    fn a_time_that_a_file_is_given_costs_the_kernel_no_pages_where_nobody_else_gives_any() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("f"), "text").unwrap();
+        let caller = Caller { uid: geteuid().as_raw(), gid: getegid().as_raw() };
+        for exclusive in [true, false] {
+            let tree = tree(directory.path(), exclusive);
+            let number = tree.find(INodeNo::ROOT, OsStr::new("f")).unwrap().node.number;
+            sleep(Duration::from_millis(100));
+            let open = || tree.open_file(caller, number, OpenFlags(0)).unwrap();
+            tree.close_report(open().0).unwrap();
+            assert!(open().1.contains(FopenFlags::FOPEN_KEEP_CACHE));
+            let modified = Some(Timespec { tv_sec: 1_000_000_000 + i64::from(exclusive), tv_nsec: 7 });
+            let changes = Changes { mode: None, uid: None, gid: None, size_bytes: None, accessed: None, modified };
+            tree.change(caller, number, None, &changes).unwrap();
+            assert_eq!(open().1.contains(FopenFlags::FOPEN_KEEP_CACHE), exclusive);
+        }
     }
 }

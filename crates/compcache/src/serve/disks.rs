@@ -143,10 +143,9 @@ impl Named {
         if self.ending {
             bail!("the server is ending");
         }
-        let is_taken = |name: &String| {
-            self.by_name.contains_key(name) || self.coming.contains_key(name) || self.leaving.contains_key(name)
+        let is_free = |name: &String| {
+            !(self.by_name.contains_key(name) || self.coming.contains_key(name) || self.leaving.contains_key(name))
         };
-        let is_free = |name: &String| !is_taken(name);
         match wanted {
             None => {
                 let kind = if for_swap { "swap" } else { "disk" };

@@ -134,7 +134,10 @@ impl Tree {
         by_rings::check(child.id());
         let cmdline = fs::read(format!("/proc/{}/cmdline", child.id())).expect("it runs");
         let cmdline = String::from_utf8_lossy(&cmdline);
-        assert!(arguments.contains(&"--watch") || flags().all(|flag| cmdline.contains(&flag)), "mounted as {cmdline}");
+        assert!(
+            arguments.contains(&"--watch") || flags().iter().all(|flag| cmdline.contains(flag)),
+            "mounted as {cmdline}"
+        );
         Tree { child, said, directory, over }
     }
 
@@ -210,12 +213,11 @@ const FLAGS: &str = "COMPCACHE_TEST_MOUNT_FLAGS";
 /// Those, unless a test's own exclude them.
 fn flags_beside(own: &[&str]) -> Vec<String> {
     let excluded = own.contains(&"--watch");
-    flags().filter(|flag| !excluded && !own.contains(&flag.as_str())).collect()
+    flags().into_iter().filter(|flag| !excluded && !own.contains(&flag.as_str())).collect()
 }
 
-fn flags() -> impl Iterator<Item = String> {
-    let flags = std::env::var(FLAGS).unwrap_or_default();
-    flags.split_whitespace().map(str::to_owned).collect::<Vec<_>>().into_iter()
+fn flags() -> Vec<String> {
+    std::env::var(FLAGS).unwrap_or_default().split_whitespace().map(str::to_owned).collect()
 }
 
 /// Runs this program's tests with any of `filters` in their names once more, but for those with one of `but`, where all trees are mounted with `flags`.
