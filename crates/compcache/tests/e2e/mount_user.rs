@@ -97,10 +97,11 @@ fn what_a_user_may_write_and_not_read_is_not_left_to_the_kernel_to_write_back() 
     }
     let printed = as_nobody(
         r#"
+# The kernel has no page of it yet that it could change a part of.
+echo one >source/w; chmod 200 source/w
 ./compcache mount --memory 8M --exclusive --writeback-cache source target & server=$!
 mounted
-touch target/w; chmod 200 target/w
-echo one >target/w; printf two >>target/w; printf three >>target/w
+printf two >>target/w; printf three >>target/w
 cat target/w 2>/dev/null || echo "not read"
 chmod 600 target/w; cat target/w; cmp target/w source/w
 ./compcache umount target
