@@ -1,12 +1,13 @@
 //! Where a file is read and written on each side, in the same memory and on the same disk.
 //!
-//! | side              | the file lies on                                                                            |
-//! |-------------------|---------------------------------------------------------------------------------------------|
-//! | `plain`           | an ext4 on the disk                                                                         |
-//! | `mount`           | the same ext4, seen through `compcache mount`                                               |
-//! | `mount-exclusive` | the same with `--exclusive`                                                                 |
-//! | `mount-writeback` | the same with `--exclusive --writeback-cache`                                               |
-//! | `origin`          | the same ext4, mounted on a disk of ours whose origin is the disk (`disk create --origin`)  |
+//! | side                | the file lies on                                                                            |
+//! |---------------------|---------------------------------------------------------------------------------------------|
+//! | `plain`             | an ext4 on the disk                                                                         |
+//! | `mount`             | the same ext4, seen through `compcache mount`                                               |
+//! | `mount-passthrough` | the same with `--passthrough writable`                                                      |
+//! | `mount-exclusive`   | the same with `--exclusive`                                                                 |
+//! | `mount-writeback`   | the same with `--exclusive --writeback-cache`                                               |
+//! | `origin`            | the same ext4, mounted on a disk of ours whose origin is the disk (`disk create --origin`)  |
 //!
 //! **Memory.** Every side has M. Without ours, the control group of the worker is limited to that, its page cache in it. With ours, the group of the
 //! server is limited to the pool's limit and a fixed allowance for its program, buffers and threads, and for what the kernel caches of the file below on
@@ -57,8 +58,12 @@ pub enum Keeper {
 /// What a mounted tree is called, and with which flags it is mounted.
 type MountSide = (&'static str, &'static [&'static str]);
 
-static MOUNTS: [MountSide; 3] =
-    [("mount", &[]), ("mount-exclusive", &["--exclusive"]), ("mount-writeback", &["--exclusive", "--writeback-cache"])];
+static MOUNTS: [MountSide; 4] = [
+    ("mount", &[]),
+    ("mount-passthrough", &["--passthrough", "writable"]),
+    ("mount-exclusive", &["--exclusive"]),
+    ("mount-writeback", &["--exclusive", "--writeback-cache"]),
+];
 
 impl FromStr for Keeper {
     type Err = String;
@@ -69,7 +74,9 @@ impl FromStr for Keeper {
             "origin" => Ok(Keeper::Origin),
             _ => match MOUNTS.iter().find(|(name, _)| *name == word) {
                 Some(side) => Ok(Keeper::Mount(side)),
-                None => Err(format!("{word:?} is none of plain, mount, mount-exclusive, mount-writeback, origin")),
+                None => Err(format!(
+                    "{word:?} is none of plain, mount, mount-passthrough, mount-exclusive, mount-writeback, origin"
+                )),
             },
         }
     }

@@ -46,7 +46,7 @@ fn checks_groups(release: &str) -> bool {
 }
 
 /// Who asks.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caller {
     pub uid: u32,
     pub gid: u32,
@@ -104,7 +104,8 @@ pub fn group_to_give(caller: Caller) -> Option<Gid> {
     is_another.then(|| Gid::from_raw(caller.gid))
 }
 
-fn with_rights<T>(caller: Caller, rights: CapabilitySet, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+/// Calls `make` as the one who asks, with these capabilities and no other.
+pub fn with_rights<T>(caller: Caller, rights: CapabilitySet, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let Caller { uid, gid } = caller;
     if uid == SERVER.uid && (gid == SERVER.gid || !SERVER.takes_groups) {
         return make();

@@ -12,6 +12,7 @@ use rustix::io::{self, Errno};
 use crate::appends::Appends;
 use crate::caller::Caller;
 use crate::inodes::Node;
+use crate::passthrough::Way;
 use crate::tree::Run;
 
 /// An open file.
@@ -19,6 +20,7 @@ pub struct OpenFile {
     pub fd: OwnedFd,
     pub direct: Direct,
     pub node: Arc<Node>,
+    pub way: Way,
     /// Opened for writing.
     pub writes: bool,
     /// Who has opened it.

@@ -41,6 +41,7 @@ use rustix::io::{self, Errno};
 use crate::kept::Kept;
 use crate::modified::Modified;
 use crate::names::Names;
+use crate::passthrough::Ways;
 use crate::stamp::{generation_of, id_of, look, mount_of, stamp_of};
 
 const DEVICE_SHIFT: u32 = 48;
@@ -80,6 +81,8 @@ pub struct Node {
     pub has_pages: AtomicBool,
     /// Where the kernel writes back: the last time that it has given the file.
     pub modified: Modified,
+    /// How it is open.
+    pub ways: Ways,
 }
 
 impl Node {
@@ -87,7 +90,8 @@ impl Node {
         let (id, generation, mount) = (id_of(stat), generation_of(stat), mount_of(stat));
         let names = Names::new(FileType::from_raw_mode(stat.stx_mode.into()).is_dir());
         let (kept, has_pages, modified) = (Mutex::default(), AtomicBool::new(false), Modified::default());
-        Node { number, id, generation, mount, limits, fd, names, kept, has_pages, modified }
+        let ways = Ways::default();
+        Node { number, id, generation, mount, limits, fd, names, kept, has_pages, modified, ways }
     }
 
     /// The kernel itself has changed the file, which is this now.
@@ -281,21 +285,25 @@ impl Inodes {
     /// What the kernel calls a file that had this number below, if that is another's by now: a file server does not know that we hold the file, and gives its
     /// number away when it is removed there.
     fn dead(&self, id: FileId, stat: &Statx, fd: &OwnedFd) -> Option<u64> {
-        let mut table = self.lock();
-        if !table.remote.contains_key(&id.dev) {
-            drop(table);
-            let is_remote = is_remote(fd);
-            table = self.lock();
-            table.remote.insert(id.dev, is_remote);
-        }
-        if table.remote.get(&id.dev) != Some(&true) {
+        if !self.is_remote(id, fd) {
             return None;
         }
+        let table = self.lock();
         let node = table.by_id.get(&id).and_then(|number| table.by_number.get(number))?.node.clone();
         drop(table);
         let generation = generation_of(stat);
         let was_made_later = generation != node.generation && generation != 0 && node.generation != 0;
         (was_made_later || node.look().err() == Some(Errno::STALE)).then_some(node.number.0)
+    }
+
+    /// Whether a file, with this descriptor, is on a server, which may use its number again while we hold it, and asks by itself who may do what.
+    pub fn is_remote(&self, id: FileId, fd: &OwnedFd) -> bool {
+        if let Some(known) = self.lock().remote.get(&id.dev) {
+            return *known;
+        }
+        let is_remote = fstatfs(fd).is_ok_and(|stat| REMOTE.contains(&(stat.f_type as u32)));
+        self.lock().remote.insert(id.dev, is_remote);
+        is_remote
     }
 
     /// How many files the kernel may be asked to forget.
@@ -417,11 +425,6 @@ impl Inodes {
     fn lock(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Whether a file is on a server, which may use its number again while we hold it.
-fn is_remote(fd: impl AsFd) -> bool {
-    fstatfs(fd).is_ok_and(|stat| REMOTE.contains(&(stat.f_type as u32)))
 }
 
 /// What the mount forbids that `fd` lies on.

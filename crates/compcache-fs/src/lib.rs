@@ -36,6 +36,7 @@ mod modified;
 mod mount;
 mod mounted_on;
 mod names;
+mod passthrough;
 mod stamp;
 #[allow(unsafe_code)]
 mod sys;
@@ -45,3 +46,5 @@ mod watch;
 pub use compcache_cache::CacheStats;
 pub use error::FsError;
 pub use mount::{Forbidden, Mount, MountOptions, MountedAt, is_dead, unmount};
+pub use passthrough::Passthrough;
+pub use tree::PASSED_OPENS;

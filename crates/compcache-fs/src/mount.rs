@@ -27,6 +27,7 @@ use crate::error::FsError;
 use crate::inodes::Inodes;
 use crate::mounted_on::MountedOn;
 use crate::names::Place;
+use crate::passthrough::Passthrough;
 use crate::stamp::Stamp;
 use crate::tree::{ByLibrary, Notice, Parts, RING_BYTES_MAX, Tree, request_bytes_max};
 use crate::watch::Watches;
@@ -65,6 +66,8 @@ pub struct MountOptions {
     /// What is written stays in the kernel's page cache until a file is synced or closed, or the kernel likes, as on other file systems; not only what is
     /// written through mappings. Only with `exclusive`: the kernel then knows length and times of a file better than the file system below.
     pub writes_back: bool,
+    /// Which files the kernel reads and writes by itself; where it writes back, none.
+    pub passthrough: Passthrough,
     /// Changes behind the mount are noticed while files are open, not only when they are opened.
     pub watch: bool,
     /// How long the kernel may believe what it was told of names and attributes. Zero: it asks each time, and sees at once what changes
@@ -113,6 +116,7 @@ impl MountOptions {
             forbidden: Forbidden::default(),
             exclusive: false,
             writes_back: false,
+            passthrough: Passthrough::None,
             watch: false,
             remembered: Duration::ZERO,
             // Most of what a thread does is to wait for the file system below.
@@ -233,6 +237,7 @@ impl Mount {
             cache: cache.clone(),
             exclusive: options.exclusive,
             writes_back: options.exclusive && options.writes_back,
+            passthrough: if options.writes_back { Passthrough::None } else { options.passthrough },
             remembered: options.remembered,
             whole_bytes: options.whole_bytes,
             watches: watches.clone(),
@@ -250,6 +255,7 @@ impl Mount {
         // Undone from here on if something fails.
         let mut mount = Mount { session: None, rings: None, at: MountedAt::now(target), mounted: true };
         let connection = session.as_fd().try_clone_to_owned().map_err(|error| FsError::Thread { error })?;
+        tree.backings.start(&connection).map_err(|error| FsError::Thread { error: error.into() })?;
         if tree.by_rings.load(Relaxed) {
             let rings = Rings::start(&connection, RING_BYTES_MAX as usize, &tree);
             mount.rings = Some(rings.map_err(|error| FsError::Rings { error })?);
@@ -576,6 +582,7 @@ mod tests {
             cache: Arc::new(Cache::new(options.memory_bytes, options.codec).unwrap()),
             exclusive: false,
             writes_back: false,
+            passthrough: Passthrough::None,
             remembered: Duration::ZERO,
             whole_bytes: || 0,
             watches: None,

@@ -2,7 +2,9 @@
 
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
 
+use fuser::{BackingId, ReplyCreate, ReplyOpen};
 use rustix::io;
+use rustix::ioctl::{Opcode, Setter, ioctl, opcode};
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 /// Gives this thread a working directory, root and umask of its own, with the same values.
@@ -18,6 +20,27 @@ pub fn close_report(file: impl AsFd) -> io::Result<()> {
     // SAFETY: the number is a fresh duplicate's, given up by its owner in this very expression; nobody else closes or uses it. A mistake
     // could close a descriptor that another thread has just been given.
     unsafe { io::try_close(copy.into_raw_fd()) }
+}
+
+/// `FUSE_DEV_IOC_BACKING_CLOSE` of `<linux/fuse.h>`.
+const CLOSE_BACKING: Opcode = opcode::write::<u32>(229, 2);
+
+/// Takes a backing file from the kernel that it was given by this connection.
+pub fn close_backing(connection: impl AsFd, backing: u32) -> io::Result<()> {
+    // SAFETY: the kernel reads one number of four bytes, as the request's code says; whatever it is, only the kernel's own table is concerned.
+    unsafe { ioctl(connection, Setter::<CLOSE_BACKING, u32>::new(backing)) }
+}
+
+/// A backing file of this number, as the library has it, for an answer; it is to be taken back out of that afterwards.
+pub fn backing_to_open(reply: &ReplyOpen, backing: u32) -> BackingId {
+    // SAFETY: the number is only sent, and closed if it is not taken back: then the kernel refuses the next open of the file.
+    unsafe { reply.wrap_backing(backing) }
+}
+
+/// The same for a file that is made.
+pub fn backing_to_create(reply: &ReplyCreate, backing: u32) -> BackingId {
+    // SAFETY: as above.
+    unsafe { reply.wrap_backing(backing) }
 }
 
 /// cachestat(2) of Linux 6.5; the number is the same everywhere.

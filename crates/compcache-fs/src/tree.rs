@@ -46,11 +46,14 @@ use crate::caller::Caller;
 use crate::handles::{Handles, OpenDirectory, OpenFile};
 use crate::inodes::Inodes;
 use crate::lower::Lower;
+use crate::passthrough::{Backings, Passthrough};
 use crate::stamp::Stamp;
+use crate::sys;
 use crate::watch::Watches;
 use ahead::Ahead;
 pub use ahead::{Jobs, Run};
 use attributes::{Changes, timespec};
+pub use control::PASSED_OPENS;
 use directories::Entry;
 use names::Made;
 use xattrs::Value;
@@ -77,6 +80,7 @@ pub struct Tree {
     files: Handles<OpenFile>,
     directories: Handles<OpenDirectory>,
     lower: Lower,
+    pub backings: Backings,
     cache: Arc<Cache<Stamp>>,
     ahead: Ahead,
     /// Nobody changes files behind the mount.
@@ -116,6 +120,7 @@ pub struct Parts {
     pub cache: Arc<Cache<Stamp>>,
     pub exclusive: bool,
     pub writes_back: bool,
+    pub passthrough: Passthrough,
     pub remembered: Duration,
     pub whole_bytes: fn() -> u64,
     pub watches: Option<Arc<Watches>>,
@@ -126,16 +131,28 @@ pub struct Parts {
 impl Tree {
     /// With what a thread that reads ahead is to serve.
     pub fn new(parts: Parts) -> (Tree, Jobs) {
-        let Parts { inodes, cache, exclusive, writes_back, remembered, whole_bytes, watches, notices, by_rings } =
-            parts;
+        let Parts {
+            inodes,
+            cache,
+            exclusive,
+            writes_back,
+            passthrough,
+            remembered,
+            whole_bytes,
+            watches,
+            notices,
+            by_rings,
+        } = parts;
         let (leased, by_rings, linger) = (Mutex::default(), by_rings.into(), OnceLock::new());
         let (files, directories, lower) = (Handles::new(), Handles::new(), Lower::new());
+        let backings = Backings::new(passthrough);
         let (ahead, jobs) = Ahead::new();
         let tree = Tree {
             inodes,
             files,
             directories,
             lower,
+            backings,
             cache,
             ahead,
             exclusive,
@@ -231,6 +248,7 @@ impl Filesystem for ByLibrary {
             // Files that are written past the kernel's pages can be mapped all the same.
             let _ = config.add_capabilities(InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP);
         }
+        self.0.backings.agree(config);
         let by_rings = &self.0.by_rings;
         if by_rings.load(Relaxed) && config.add_capabilities(InitFlags::FUSE_OVER_IO_URING).is_err() {
             by_rings.store(false, Relaxed);
@@ -344,7 +362,14 @@ impl Filesystem for ByLibrary {
     fn open(&self, request: &Request, number: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let _then = self.0.soon_done();
         let (handle, flags) = answered!(reply, self.0.open_file(Caller::of(request), number, flags));
-        reply.opened(handle, flags);
+        match self.0.backing_of(handle) {
+            0 => reply.opened(handle, flags),
+            backing => {
+                let backing = sys::backing_to_open(&reply, backing);
+                reply.opened_passthrough(handle, flags, &backing);
+                backing.into_raw();
+            }
+        }
     }
 
     fn create(
@@ -360,7 +385,15 @@ impl Filesystem for ByLibrary {
         let _then = self.0.soon_done();
         let created = self.0.create_file(Caller::of(request), parent, name, mode, umask, OpenFlags(flags));
         let (made, handle, flags) = answered!(reply, created);
-        reply.created(&self.0.remembered, &made.attributes(), Generation(made.node.generation), handle, flags);
+        let (attributes, generation) = (made.attributes(), Generation(made.node.generation));
+        match self.0.backing_of(handle) {
+            0 => reply.created(&self.0.remembered, &attributes, generation, handle, flags),
+            backing => {
+                let backing = sys::backing_to_create(&reply, backing);
+                reply.created_passthrough(&self.0.remembered, &attributes, generation, handle, flags, &backing);
+                backing.into_raw();
+            }
+        }
     }
 
     fn read(

@@ -48,6 +48,8 @@ pub enum Feature {
     TmpfsAttributes,
     /// Requests of FUSE's by io_uring, which the superuser may enable: Linux 6.14, and no more processors than we want queues for.
     FuseRings,
+    /// Files that the kernel reads and writes past a FUSE server: Linux 6.9.
+    FusePassthrough,
     /// The kernel's driver for block devices that are served from user space.
     Ublk,
     /// The same, able to change the size of a device in use: Linux 6.16.
@@ -84,6 +86,7 @@ impl Feature {
             Feature::Fuse => exists("/dev/fuse"),
             Feature::TmpfsAttributes => since((6, 6)),
             Feature::FuseRings => fuse_rings(),
+            Feature::FusePassthrough => since((6, 9)),
             Feature::Ublk => exists("/dev/ublk-control"),
             Feature::UblkResize => Feature::Ublk.probe().and_then(|()| since((6, 16))),
             Feature::IoUring => io_uring(),

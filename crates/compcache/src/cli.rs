@@ -413,6 +413,11 @@ pub struct MountArgs {
     #[arg(long, requires = "exclusive")]
     pub writeback_cache: bool,
 
+    /// Files that the kernel reads and writes below by itself, at the speed it has there, for as long as they are open: none; those that are opened to be written and not read; or
+    /// all that are opened to be written. Nothing of them is in the cache meanwhile. For root, from Linux 6.9 on [default: write-only; with --exclusive none]
+    #[arg(long, value_name = "WHICH", conflicts_with = "writeback_cache")]
+    pub passthrough: Option<Passthrough>,
+
     /// Changes behind the mount are noticed while files are open, within moments (inotify), and not only when they are opened. What is written
     /// through the mount is then read anew, too
     #[arg(long, conflicts_with = "exclusive")]
@@ -427,7 +432,7 @@ pub struct MountArgs {
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub remember: Option<f64>,
 
-    /// Options as in /etc/fstab: memory=SIZE, codec=CODEC, remember=SECONDS, exclusive, writeback_cache, watch and allow_other are the flags of the same names; ro, noexec,
+    /// Options as in /etc/fstab: memory=SIZE, codec=CODEC, remember=SECONDS, passthrough=WHICH, exclusive, writeback_cache, watch and allow_other are the flags of the same names; ro, noexec,
     /// nosuid and nodev forbid what they do anywhere; those that are for mount(8) alone are ignored
     #[arg(short = 'o', long, value_name = "OPTION,...", value_delimiter = ',')]
     pub options: Vec<String>,
@@ -439,6 +444,28 @@ pub struct MountArgs {
     /// Standard input is whoever waits for the mount.
     #[arg(long, hide = true)]
     pub background_inner: bool,
+}
+
+/// Which files are passed through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Passthrough {
+    /// Reads and writes of all files are served
+    None,
+    /// Not those of files that were opened with O_WRONLY: what copies, unpacks and logs
+    WriteOnly,
+    /// Nor those of files that were opened with O_RDWR: databases among them
+    Writable,
+}
+
+impl Passthrough {
+    /// What a mount is asked for.
+    pub fn of_mount(self) -> compcache_fs::Passthrough {
+        match self {
+            Passthrough::None => compcache_fs::Passthrough::None,
+            Passthrough::WriteOnly => compcache_fs::Passthrough::WriteOnly,
+            Passthrough::Writable => compcache_fs::Passthrough::Writable,
+        }
+    }
 }
 
 /// A number of seconds that something is remembered.

@@ -15,15 +15,16 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use compcache_fs::{CacheStats, FsError, Mount, MountOptions, is_dead};
+use compcache_fs::{CacheStats, FsError, Mount, MountOptions, PASSED_OPENS, is_dead};
 use compcache_fuse::{table_of_mounts, uppermost};
 use rustix::fs::{XattrFlags, getxattr, getxattr_query, setxattr};
 use rustix::io::Errno;
+use rustix::process::geteuid;
 use sd_notify::NotifyState;
 
 use crate::background;
 use crate::cgroup;
-use crate::cli::{MountArgs, RemountArgs, ShowArgs, UmountArgs};
+use crate::cli::{MountArgs, Passthrough, RemountArgs, ShowArgs, UmountArgs};
 use crate::disk::ended;
 use crate::end_signals::EndSignals;
 use crate::kernel::{self, ram_bytes};
@@ -33,6 +34,7 @@ use crate::size::{Shown, Size};
 /// What our mounts are called in the table of mounts.
 const KIND: &str = "fuse.compcache";
 const OLDEST_THAT_WRITES_BACK: (u32, u32) = (6, 6);
+const OLDEST_THAT_PASSES: (u32, u32) = (6, 9);
 
 /// Mounts, and serves until it is unmounted. `arguments` are all that this program was given.
 pub fn mount(args: MountArgs, arguments: &[OsString]) -> ExitCode {
@@ -50,14 +52,26 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
     let forbidden = options::apply(&mut args)?;
     refuse_little(args.memory.bytes(ram_here()))?;
     if args.writeback_cache {
-        refuse_old(&kernel::release())?;
+        // Before, what is written past the kernel's pages leaves old ones there, and what is kept in others is written over it later.
+        refuse_old("--writeback-cache", OLDEST_THAT_WRITES_BACK, &kernel::release())?;
     }
+    if args.passthrough.is_some_and(|which| which != Passthrough::None) {
+        refuse_old("--passthrough", OLDEST_THAT_PASSES, &kernel::release())?;
+        if !geteuid().is_root() {
+            bail!("--passthrough is root's: the kernel would use files for who serves; mount without it");
+        }
+    }
+    let passthrough = args.passthrough.unwrap_or(match args.exclusive {
+        true => Passthrough::None,
+        false => Passthrough::WriteOnly,
+    });
     let mut signals = EndSignals::new()?;
     let options = MountOptions {
         allow_other: args.allow_other,
         codec: args.codec.of_store(),
         exclusive: args.exclusive,
         writes_back: args.writeback_cache,
+        passthrough: passthrough.of_mount(),
         watch: args.watch,
         forbidden,
         whole_bytes: ram_here,
@@ -96,10 +110,9 @@ fn ram_here() -> u64 {
     cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes())
 }
 
-/// Before, what is written past the kernel's pages leaves old ones there, and what is kept in others is written over it later.
-fn refuse_old(release: &str) -> anyhow::Result<()> {
-    if kernel::version(release).is_some_and(|version| version < OLDEST_THAT_WRITES_BACK) {
-        bail!("--writeback-cache needs Linux 6.6, and this is {release}; mount without it");
+fn refuse_old(flag: &str, oldest: (u32, u32), release: &str) -> anyhow::Result<()> {
+    if kernel::version(release).is_some_and(|version| version < oldest) {
+        bail!("{flag} needs Linux {}.{}, and this is {release}; mount without it", oldest.0, oldest.1);
     }
     Ok(())
 }
@@ -169,15 +182,16 @@ fn shown(args: &ShowArgs) -> anyhow::Result<String> {
     if args.json {
         return Ok(serde_json::to_string_pretty(&values).context("cannot print")? + "\n");
     }
-    let line = |(name, _, meaning): &(&str, fn(&CacheStats) -> u64, &str)| {
+    let line = |(name, meaning): (&str, &str)| {
         let value = values.get(name).copied().unwrap_or_default();
-        let value = match *name {
+        let value = match name {
             "orig_data_size" | "compr_data_size" | "mem_used_total" | "memlimit" => Shown(value).to_string(),
             _ => value.to_string(),
         };
         format!("  {name:<16} {value:<12} {meaning}\n")
     };
-    Ok(CacheStats::TABLE.iter().map(line).collect())
+    let cached = CacheStats::TABLE.iter().map(|(name, _, meaning)| (*name, *meaning));
+    Ok(cached.chain([PASSED_OPENS]).map(line).collect())
 }
 
 /// What a directory is called without links. A mount whose server is dead can be named, but not looked at, as it would be for a slash at the end.
@@ -230,10 +244,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kernel_that_is_too_old_to_write_back_is_named() {
-        assert!(refuse_old("6.5.13-generic").unwrap_err().to_string().contains("6.5.13"));
+    fn a_kernel_that_is_too_old_for_a_flag_is_named() {
+        let refused = refuse_old("--it", (6, 6), "6.5.13-generic").unwrap_err().to_string();
+        assert!(refused.contains("--it needs Linux 6.6, and this is 6.5.13"), "{refused}");
         for release in ["6.6.0", "6.12.1", "7.0"] {
-            assert!(refuse_old(release).is_ok(), "{release}");
+            assert!(refuse_old("--it", (6, 6), release).is_ok(), "{release}");
         }
     }
 }

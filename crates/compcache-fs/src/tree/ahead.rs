@@ -462,6 +462,7 @@ mod tests {
     use super::*;
     use crate::caller::Caller;
     use crate::inodes::Inodes;
+    use crate::passthrough::Way;
     use crate::stamp::{look, stamp_of};
 
     /// Reads so many pages in requests of so many, from `first` on up or down, all of what is wanted being planned at once. Returns
@@ -545,6 +546,7 @@ mod tests {
                 fd,
                 direct,
                 node,
+                way: Way::Served,
                 writes,
                 opener: Caller { uid: 0, gid: 0 },
                 only_appends,

@@ -22,6 +22,8 @@ use crate::appends::Appends;
 use crate::caller::{Caller, as_caller, taking_room, unchecked};
 use crate::handles::{Direct, OpenFile};
 use crate::inodes::Node;
+use crate::kept::Kept;
+use crate::passthrough::Way;
 use crate::stamp::{id_of, look, now, stamp_of};
 use crate::watch::Changed;
 use crate::{lower, sys};
@@ -160,15 +162,26 @@ impl Tree {
         node: Arc<Node>,
         flags: OpenFlags,
     ) -> (FileHandle, FopenFlags) {
-        let writes = OFlags::from_bits_retain(flags.0 as u32) & OFlags::RWMODE != OFlags::RDONLY;
+        let asked = OFlags::from_bits_retain(flags.0 as u32);
+        let writes = asked & OFlags::RWMODE != OFlags::RDONLY;
         // Who only reads has nothing to be told at the end.
         let mut how = if writes { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
-        // Before it is looked at: what comes later is heard.
-        let watched = self.watches.as_ref().is_some_and(|watches| watches.begin(&node));
-        let stamp = look(&fd).map(|stat| stamp_of(&stat)).ok();
-        let stamp = stamp.filter(|stamp| self.exclusive || stamp.is_settled(now()));
-        let unconfirmed = node.kept.lock().unwrap_or_else(PoisonError::into_inner).open(stamp);
-        how.set(FopenFlags::FOPEN_KEEP_CACHE, unconfirmed == 0);
+        // What may only be appended to is given to nobody who could write elsewhere; and who has no right to write on a file server by himself may by another group of his.
+        let must_come = only_appends || writes && self.inodes.is_remote(node.id, &fd);
+        let way = self.backings.open(&node.ways, &fd, opener, (asked, must_come), || self.forget_all(&node));
+        let (mut watched, mut unconfirmed) = (false, 0);
+        match way {
+            Way::Served => {
+                // Before it is looked at: what comes later is heard.
+                watched = self.watches.as_ref().is_some_and(|watches| watches.begin(&node));
+                let stamp = look(&fd).map(|stat| stamp_of(&stat)).ok();
+                let stamp = stamp.filter(|stamp| self.exclusive || stamp.is_settled(now()));
+                unconfirmed = node.kept.lock().unwrap_or_else(PoisonError::into_inner).open(stamp);
+                how.set(FopenFlags::FOPEN_KEEP_CACHE, unconfirmed == 0);
+            }
+            Way::Passed(_) => how |= FopenFlags::FOPEN_PASSTHROUGH,
+            Way::Beside(_) => how |= FopenFlags::FOPEN_PASSTHROUGH | FopenFlags::FOPEN_DIRECT_IO,
+        }
         if self.writes_back && writes {
             // What the kernel keeps it writes in its place, and reads the rest of the page before, by any handle for writing that there is. Past it, this one is asked as it is
             // used.
@@ -183,6 +196,7 @@ impl Tree {
                 fd,
                 direct,
                 node,
+                way,
                 writes,
                 opener,
                 only_appends,
@@ -194,6 +208,20 @@ impl Tree {
             }),
             how,
         )
+    }
+
+    /// The backing file that a handle is used with, or 0.
+    pub fn backing_of(&self, handle: FileHandle) -> u32 {
+        match self.files.get(handle).map(|open| open.way) {
+            Ok(Way::Passed(backing) | Way::Beside(backing)) => backing,
+            _ => 0,
+        }
+    }
+
+    /// Nothing that is kept of a file, here or by the kernel, is good for who opens it next.
+    fn forget_all(&self, node: &Node) {
+        self.forget_pages(node.id);
+        *node.kept.lock().unwrap_or_else(PoisonError::into_inner) = Kept::default();
     }
 
     /// Calls `change`, which changes the bytes from .. to of a file; nothing older of them is kept, here or by reads under way.
@@ -218,7 +246,7 @@ impl Tree {
         let changed = change();
         // What was read ahead in the meantime may be of before.
         self.ahead.void(node.id, pages);
-        if self.exclusive {
+        if self.exclusive && !node.ways.are_past_us() {
             if let Ok(stat) = node.look() {
                 node.follow(&stat);
                 if let Ok(changed) = &changed {
@@ -326,6 +354,9 @@ impl Tree {
     pub fn close_file(&self, handle: FileHandle) {
         let Some(open) = self.files.remove(handle) else { return };
         self.ahead.close(&open);
+        if let Some(backing) = open.node.ways.close(open.way, || self.forget_all(&open.node)) {
+            self.backings.close(backing);
+        }
         if let Some(watches) = self.watches.as_ref().filter(|_| open.watched) {
             watches.end(&open.node);
         }
@@ -456,6 +487,7 @@ pub mod tests {
 
     use super::*;
     use crate::inodes::Inodes;
+    use crate::passthrough::Passthrough;
     use crate::tree::Parts;
     use crate::tree::attributes::Changes;
     use crate::tree::reading::Bytes;
@@ -476,6 +508,7 @@ pub mod tests {
             cache: Arc::new(Cache::new(2 << 20, Codec::Lz4).unwrap()),
             exclusive,
             writes_back: false,
+            passthrough: Passthrough::None,
             remembered: Duration::ZERO,
             whole_bytes: || 0,
             watches: None,

@@ -23,6 +23,10 @@ use rustix::process::geteuid;
 use super::Tree;
 use crate::caller::Caller;
 
+/// The statistic beside those of the cache: name, meaning.
+pub const PASSED_OPENS: (&str, &str) =
+    ("passed_opens", "Opens since the mount of files that the kernel then read or wrote below by itself.");
+
 /// What can be asked or set.
 #[derive(Clone, Copy)]
 pub enum Control {
@@ -46,7 +50,8 @@ impl Control {
 impl Tree {
     pub fn statistics(&self) -> String {
         let stats = self.cache.stats();
-        CacheStats::TABLE.iter().map(|(name, value, _)| format!("{name} {}\n", value(&stats))).collect()
+        let cached = CacheStats::TABLE.iter().map(|(name, value, _)| format!("{name} {}\n", value(&stats)));
+        cached.chain([format!("{} {}\n", PASSED_OPENS.0, self.backings.passed())]).collect()
     }
 
     /// Reads what is named; a setting with its new value changes that.

@@ -28,6 +28,7 @@ use rustix::io::{self, Errno, pread};
 
 use super::{Tree, errno};
 use crate::handles::OpenFile;
+use crate::passthrough::Way;
 use crate::stamp::{Stamp, look, now, stamp_of};
 use crate::sys;
 
@@ -114,6 +115,9 @@ impl Tree {
         length_bytes: usize,
         reply: impl Bytes,
     ) {
+        if open.way != Way::Served {
+            return self.read_below(open, offset_bytes, length_bytes, reply);
+        }
         let Ok(stat) = look(&open.fd) else { return self.read_below(open, offset_bytes, length_bytes, reply) };
         let (size_bytes, stamp) = (stat.stx_size, self.version_of(&stat));
         let end_bytes = offset_bytes.saturating_add(length_bytes as u64).min(size_bytes);

@@ -150,13 +150,13 @@ impl Tree {
             }
             opcode::OPEN => {
                 let (handle, how) = self.open_file(caller, node, OpenFlags(asked.u32_at(0) as i32))?;
-                Ok(put(payload, &[&open_out(handle, how)]))
+                Ok(put(payload, &[&open_out(handle, how, self.backing_of(handle))]))
             }
             opcode::CREATE => {
                 let (flags, mode, mask) = (OpenFlags(asked.u32_at(0) as i32), asked.u32_at(4), asked.u32_at(8));
                 let (made, handle, how) = self.create_file(caller, node, name(came)?.0, mode, mask, flags)?;
                 let entry = self.entry_out(&made, payload);
-                Ok(entry + put(&mut payload[entry..], &[&open_out(handle, how)]))
+                Ok(entry + put(&mut payload[entry..], &[&open_out(handle, how, self.backing_of(handle))]))
             }
             opcode::WRITE => {
                 let (how, flags) = (WriteFlags::from_bits_retain(asked.u32_at(20)), OpenFlags(asked.u32_at(32) as i32));
@@ -181,7 +181,7 @@ impl Tree {
             }
             opcode::OPENDIR => {
                 let (handle, how) = self.open_directory(node)?;
-                Ok(put(payload, &[&open_out(handle, how)]))
+                Ok(put(payload, &[&open_out(handle, how, 0)]))
             }
             opcode::READDIR => {
                 let mut out = Names::new(payload, asked.u32_at(16));
@@ -289,9 +289,9 @@ fn changes(asked: &Asked) -> Changes {
 }
 
 /// `fuse_open_out`.
-fn open_out(handle: FileHandle, how: FopenFlags) -> [u8; OPENED_BYTES] {
+fn open_out(handle: FileHandle, how: FopenFlags, backing: u32) -> [u8; OPENED_BYTES] {
     let mut opened = [0; OPENED_BYTES];
-    put(&mut opened, &[&handle.0.to_ne_bytes(), &how.bits().to_ne_bytes()]);
+    put(&mut opened, &[&handle.0.to_ne_bytes(), &how.bits().to_ne_bytes(), &backing.to_ne_bytes()]);
     opened
 }
 

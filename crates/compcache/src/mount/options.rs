@@ -6,7 +6,7 @@
 //!
 //! | option                                      | is                                         |
 //! |---------------------------------------------|--------------------------------------------|
-//! | `memory=`, `codec=`, `remember=`            | the flag of that name                      |
+//! | `memory=`, `codec=`, `remember=`, `passthrough=` | the flag of that name                 |
 //! | `exclusive`, `writeback_cache`, `allow_other`, `watch` | the flag of that name           |
 //! | `ro`, `noexec`, `nosuid`, `nodev`           | what programs may not do there             |
 //! | `nofail`, `_netdev`, `x-...` and their like | mount(8)'s and systemd's own, and ignored  |
@@ -18,7 +18,9 @@ use std::os::unix::ffi::OsStrExt;
 use anyhow::{Context, anyhow, bail};
 use compcache_fs::Forbidden;
 
-use crate::cli::MountArgs;
+use clap::ValueEnum;
+
+use crate::cli::{MountArgs, Passthrough};
 
 /// What says nothing to a file system's server: what is so anyway, or is for who mounts.
 const IGNORED: &[&str] = &[
@@ -74,6 +76,10 @@ pub fn apply(args: &mut MountArgs) -> anyhow::Result<Forbidden> {
             ("remember", Some(value)) => {
                 args.remember = Some(crate::cli::seconds(value).with_context(bad)?);
             }
+            ("passthrough", Some(value)) => {
+                let which = Passthrough::from_str(value, false).map_err(|why| anyhow!(why)).with_context(bad)?;
+                args.passthrough = Some(which);
+            }
             ("exclusive", None) => args.exclusive = true,
             ("writeback_cache", None) => args.writeback_cache = true,
             ("allow_other", None) => args.allow_other = true,
@@ -84,7 +90,9 @@ pub fn apply(args: &mut MountArgs) -> anyhow::Result<Forbidden> {
             ("nodev", None) => forbidden.devices = true,
             ("comment", Some(_)) | ("", None) => {}
             _ if name.starts_with("x-") || value.is_none() && IGNORED.contains(&name) => {}
-            ("memory" | "codec" | "remember", None) => bail!("the option {name} needs a value, as in memory=10%"),
+            ("memory" | "codec" | "remember" | "passthrough", None) => {
+                bail!("the option {name} needs a value, as in memory=10%")
+            }
             _ => return Err(anyhow!("there is no option {option}; compcache-mount(1) has the list")),
         }
     }
@@ -94,6 +102,11 @@ pub fn apply(args: &mut MountArgs) -> anyhow::Result<Forbidden> {
     if args.writeback_cache && !args.exclusive {
         bail!(
             "the option writeback_cache needs exclusive: what others change is not seen by who has his own idea of a file"
+        );
+    }
+    if args.writeback_cache && args.passthrough.is_some() {
+        bail!(
+            "the options writeback_cache and passthrough exclude each other: the kernel keeps what is written, or passes it through"
         );
     }
     Ok(forbidden)

@@ -24,7 +24,8 @@ const MIB: usize = 1 << 20;
 const SETTLED: Duration = Duration::from_millis(100);
 
 /// A file system that is mounted below the source of a tree, and unmounted after that.
-struct Below {
+/// A tree over what is mounted for it; undone with it.
+pub struct Below {
     // In this order: the tree lies on it.
     tree: Option<Tree>,
     source: PathBuf,
@@ -32,7 +33,7 @@ struct Below {
 
 impl Below {
     /// `mount` with these arguments and the place, then a tree over that.
-    fn mounted(mount: &[&str], arguments: &[&str]) -> Below {
+    pub fn mounted(mount: &[&str], arguments: &[&str]) -> Below {
         Below::prepared(
             |directory| run("mount", &[mount, &[path(&directory.path().join("source"))]].concat()),
             arguments,
@@ -48,7 +49,7 @@ impl Below {
         Below { tree: Some(Tree::mounted_in(directory, arguments)), source }
     }
 
-    fn tree(&mut self) -> &mut Tree {
+    pub fn tree(&mut self) -> &mut Tree {
         self.tree.as_mut().expect("it is there until the end")
     }
 }

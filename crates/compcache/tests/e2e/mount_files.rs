@@ -12,6 +12,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::ptr;
 
+use compcache_testkit::features::{Feature, requires};
 use compcache_testkit::seed::Seed;
 
 use crate::support::{Tree, can_mount};
@@ -98,7 +99,7 @@ impl Model {
     fn step(&mut self) {
         let which = self.rng.usize(..FILES);
         let (at, length) = self.range();
-        let choice = self.rng.u8(..23);
+        let choice = self.rng.u8(..25);
         self.note(format!("{choice} on {which}: {at}+{length}, of {}", self.contents[which].len()));
         match choice {
             0..5 => {
@@ -149,6 +150,7 @@ impl Model {
             }
             20 => self.reopen(which),
             21 => self.open[which].sync_all().unwrap(),
+            22 | 23 => self.by_handles_that_come_and_go(which, at, length),
             _ => self.tree.drop_kernel_cache(),
         }
         self.check(which);
@@ -162,6 +164,43 @@ impl Model {
             let mut file = File::options().append(true).custom_flags(flags).open(self.above(which)).unwrap();
             file.write_all(&from).unwrap();
             self.put(which, end, &from);
+        }
+    }
+
+    /// Nobody has the file open when it is opened for writing, and others open it meanwhile.
+    fn by_handles_that_come_and_go(&mut self, which: usize, at: usize, length: usize) {
+        self.open[which] = File::open("/dev/null").unwrap();
+        if self.rng.bool() {
+            // What it has is kept.
+            fs::read(self.above(which)).unwrap();
+        }
+        let reads = self.rng.bool();
+        let writer = File::options().read(reads).write(true).open(self.above(which)).unwrap();
+        let reader = self.rng.bool().then(|| File::open(self.above(which)).unwrap());
+        let from = self.bytes(length);
+        writer.write_all_at(&from, at as u64).unwrap();
+        self.put(which, at, &from);
+        match self.rng.u8(..5) {
+            0 => {
+                writer.set_len(at as u64).unwrap();
+                self.contents[which].truncate(at);
+            }
+            1 => self.append(which, length, libc::O_DIRECT),
+            2 => self.append(which, length, 0),
+            3 => self.write_directly(which, at, length / 2 + 1),
+            _ => {}
+        }
+        let mut found = vec![0; self.contents[which].len() + 10];
+        if let Some(reader) = reader {
+            let length = reader.read_at(&mut found, 0).unwrap();
+            assert!(found[..length] == self.contents[which], "of {which}, read by a handle of the time");
+        }
+        match reads && self.rng.bool() {
+            true => self.open[which] = writer,
+            false => {
+                drop(writer);
+                self.reopen(which);
+            }
         }
     }
 
@@ -272,6 +311,16 @@ fn files_are_arrays_of_bytes_when_the_kernel_writes_back() {
     run_from_above(&mount, "files_are_arrays_of_bytes_when_the_kernel_writes_back");
 }
 
+#[test]
+fn files_are_arrays_of_bytes_when_the_kernel_passes_what_is_written() {
+    if !requires(&[Feature::FusePassthrough]) {
+        return;
+    }
+    let name = "files_are_arrays_of_bytes_when_the_kernel_passes_what_is_written";
+    run(&["--memory", "64M", "--passthrough", "writable"], name, 700);
+    run_from_above(&["--memory", "64M", "--exclusive", "--remember", "60", "--passthrough", "write-only"], name);
+}
+
 /// Without changes behind the mount, which are noticed late there, or not at all.
 #[track_caller]
 fn run_from_above(mount: &[&str], name: &'static str) {
@@ -282,7 +331,7 @@ fn run_from_above(mount: &[&str], name: &'static str) {
     for _ in 0..1500 {
         let which = model.rng.usize(..FILES);
         let (at, length) = model.range();
-        let choice = model.rng.u8(..13);
+        let choice = model.rng.u8(..15);
         model.note(format!("{choice} on {which}: {at}+{length}, of {}", model.contents[which].len()));
         match choice {
             0..3 => {
@@ -308,6 +357,7 @@ fn run_from_above(mount: &[&str], name: &'static str) {
                 model.put(which, at, &from);
                 model.append(which, length, if at % 2 == 0 { libc::O_DIRECT } else { 0 });
             }
+            12 | 13 => model.by_handles_that_come_and_go(which, at, length),
             _ => model.tree.drop_kernel_cache(),
         }
         model.check(which);

@@ -1,5 +1,5 @@
 //! Trees that lie on a network file system: the tests of mounts once more, in an emulated machine that has its own NFS server, with all that they make
-//! on what is mounted from that (NFS 4.2, Linux 6.12).
+//! on what is mounted from that (NFS 4.2, Linux 6.12). Those of what the kernel passes through have a tmpfs of their own: on NFS, nothing is.
 
 use std::env;
 use std::time::Duration;
@@ -66,8 +66,9 @@ fn all_but_some_of_this_holds_on_nfs() {
     vm.program(&compcache(), compcache().to_str().expect("a name")).expect("a program that can be read");
     let place = env!("CARGO_TARGET_TMPDIR");
     let not_here: String = NOT_HERE.iter().map(|name| format!(" --skip {name}")).collect();
-    let tests =
-        format!("COMPCACHE_REQUIRE_ALL=1 /e2e --test-threads 2 mount:: mount_posix:: mount_writeback::{not_here}");
+    let tests = format!(
+        "COMPCACHE_REQUIRE_ALL=1 /e2e --test-threads 2 mount:: mount_posix:: mount_writeback:: mount_passthrough::{not_here}"
+    );
     let script = format!("PLACE={place}\n{SERVER}\n{tests}; echo \"status of tests: $?\"");
     let printed = vm.run(&script, Duration::from_secs(900)).unwrap_or_else(|error| panic!("{error}"));
     eprintln!("{printed}");
