@@ -38,6 +38,11 @@ impl Kept {
         self.is_confirmed |= number == self.number;
     }
 
+    /// Nothing that the kernel has of it is good for the next open.
+    pub fn forget(&mut self) {
+        *self = Kept { stamp: None, number: self.number, is_confirmed: false };
+    }
+
     /// The file was changed by the kernel itself, which knows.
     pub fn follow(&mut self, stamp: Stamp) {
         self.stamp = self.stamp.map(|_| stamp);

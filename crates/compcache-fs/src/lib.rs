@@ -18,11 +18,12 @@
 //! What is promised of it, and what FUSE does not allow, is in docs/semantics.md by number; why it is so, in docs/design/fs.md.
 //!
 //! # Lock order
-//! An open file's position is held around the call that uses it, an open directory's listing around those that read it, an open file's second descriptor is opened by one thread while others wait; inside of them, and of
+//! An open file's position is held around the call that uses it, an open directory's listing around those that read it, an open file's second descriptor is opened by one thread while others wait, and
+//! how a file is open is held while the kernel is given it and while what is kept of it is dropped; inside of them, and of
 //! nothing else, one of these at a time: the table of inodes, the tables of handles, that of watches, a node's name or stamp, the cache's index (inside of it, the
 //! store's own), what was read ahead. That last one also inside of an open file's run of requests.
 
-// Lifted for sys.rs, which makes three system calls that no safe function makes.
+// Lifted for sys.rs, which makes the few calls that no safe function makes.
 #![deny(unsafe_code)]
 
 mod appends;

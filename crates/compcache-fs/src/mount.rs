@@ -504,6 +504,11 @@ fn tell(notices: &Receiver<Notice>, kernel: &Kernel) {
                     kept.iter().for_each(|(parent, name)| node.names.add(*parent, name));
                 }
             }
+            Ok(Notice::ToForget(number)) => {
+                if let Ok(node) = inodes.get(number) {
+                    kernel.forget(node.names.all(), &kernel.mounted_on());
+                }
+            }
             Ok(Notice::Crowded) if rest_until.is_none() || inodes.is_crowded() => {
                 inodes.heard();
                 let begun = Instant::now();

@@ -4,15 +4,18 @@
 //! *backing file*, with the answer to an open, and asks for neither reads nor writes by that handle. A file is open either way, not both: the kernel holds pages of a
 //! file that is served, and of one that is passed through the file system below does.
 //!
-//! | the file is open   | opened for reading | for writing, as [`Passthrough`] says, by the same user | else for writing, or past the page cache |
-//! |--------------------|--------------------|----------------------------------------------------------|------------------------------------------|
-//! | not at all         | served             | passed through                                           | served                                   |
-//! | served             | served             | served                                                   | served                                   |
-//! | passed through     | passed through     | passed through                                           | beside: served, past the kernel's pages  |
+//! | the file is                       | opened for reading | for writing, as [`Passthrough`] says, by the same user | else for writing, or past the page cache |
+//! |-----------------------------------|--------------------|----------------------------------------------------------|------------------------------------------|
+//! | not open                          | served             | passed through                                           | served                                   |
+//! | served                            | served             | served                                                   | served                                   |
+//! | passed through, or mapped perhaps | passed through     | passed through                                           | beside: mappings pass, all else is served, past the kernel's pages |
 //!
 //! The kernel takes back how a file is open before it says that a handle was closed, so what is known here of it may be late, never early.
 //!
-//! What is kept of a file, here and by the kernel, is dropped before it is passed through, and after: nobody is told what is written then.
+//! A mapping of a file that is passed through is one of the backing file, and outlives the handle; it may be stored to, and shall show what others store. It holds the name by which the file was
+//! opened, so there is none once the kernel has forgotten the file, and it is told to when the last handle that could map is closed. Until then every open of it is passed through.
+//!
+//! What is kept of a file, here and by the kernel, is asked of nothing while it is passed through, and dropped before it is served again: nobody is told what is written in between.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -68,6 +71,8 @@ struct Open {
     /// Handles that are served.
     served: usize,
     passed: Option<Passed>,
+    /// Some handle that was passed through, or beside, could map: somebody may still have such a mapping.
+    may_be_mapped: bool,
 }
 
 #[derive(Debug)]
@@ -78,15 +83,24 @@ struct Passed {
     handles: usize,
 }
 
+/// A file is no longer open past us.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// To be given back to the kernel.
+    pub backing: u32,
+    /// The kernel is to forget the file, so that it can be served.
+    pub may_be_mapped: bool,
+}
+
 impl Ways {
     /// Whether nobody here knows what the file has.
     pub fn are_past_us(&self) -> bool {
-        self.lock().passed.is_some()
+        let open = self.lock();
+        open.passed.is_some() || open.may_be_mapped
     }
 
-    /// A handle is closed. If it was the last of a file that was passed through, `forget` is called before it is served again, and what is returned is
-    /// to be given back to the kernel.
-    pub fn close(&self, way: Way, forget: impl FnOnce()) -> Option<u32> {
+    /// A handle is closed. If it was the last of a file that was passed through, `forget` is called before it may be served again.
+    pub fn close(&self, way: Way, forget: impl FnOnce()) -> Option<Ended> {
         let mut open = self.lock();
         if way == Way::Served {
             open.served -= 1;
@@ -98,7 +112,8 @@ impl Ways {
             return None;
         }
         forget();
-        open.passed.take().map(|passed| passed.backing)
+        let may_be_mapped = open.may_be_mapped;
+        open.passed.take().map(|passed| Ended { backing: passed.backing, may_be_mapped })
     }
 
     fn lock(&self) -> MutexGuard<'_, Open> {
@@ -115,12 +130,14 @@ pub struct Backings {
     connection: OnceLock<OwnedFd>,
     /// Handles so far that were used so.
     passed: AtomicU64,
+    /// The last device of which it has refused a file; 0 is none's.
+    refused: AtomicU64,
 }
 
 impl Backings {
     pub fn new(which: Passthrough) -> Backings {
-        let (agreed, connection, passed) = (AtomicBool::new(false), OnceLock::new(), AtomicU64::new(0));
-        Backings { which, agreed, connection, passed }
+        let (agreed, connection) = (AtomicBool::new(false), OnceLock::new());
+        Backings { which, agreed, connection, passed: AtomicU64::new(0), refused: AtomicU64::new(0) }
     }
 
     /// How many handles were passed through so far.
@@ -130,11 +147,12 @@ impl Backings {
 
     /// The kernel is asked whether it can, if any file is to be passed through.
     pub fn agree(&self, config: &mut KernelConfig) {
-        if self.which == Passthrough::None || config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_err() {
-            return;
-        }
-        // What lies on one file system more may not lie below, and may lie above.
-        self.agreed.store(config.set_max_stack_depth(1).is_ok(), Relaxed);
+        let is_wanted = self.which != Passthrough::None;
+        // This file system counts as one that lies on another: none such may lie below, and one, not two, may lie above.
+        let agreed = is_wanted
+            && config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
+            && config.set_max_stack_depth(1).is_ok();
+        self.agreed.store(agreed, Relaxed);
     }
 
     /// From now on, if the kernel has agreed.
@@ -146,50 +164,52 @@ impl Backings {
         Ok(())
     }
 
-    /// A file was opened below, as `fd`, for `opener` who asked for it `as_asked`; says how that handle is used. `must_come` is whether the kernel is not to write
-    /// by itself whatever it is used for. `forget` is called before the file is passed through.
+    /// A file of device `dev` was opened below, as `fd`, for `opener` who asked for it `as_asked`; says how that handle is used. `must_come` is whether the kernel is not to write
+    /// by itself whatever it is used for.
+    ///
+    /// # Errors
+    /// The file may be mapped past us, and the kernel does not take it.
     pub fn open(
         &self,
         ways: &Ways,
-        fd: &OwnedFd,
+        (fd, dev): (&OwnedFd, u64),
         opener: Caller,
         (as_asked, must_come): (OFlags, bool),
-        forget: impl FnOnce(),
-    ) -> Way {
-        let way = self.way(ways, fd, opener, (as_asked, must_come), forget);
-        if matches!(way, Way::Passed(_)) {
-            self.passed.fetch_add(1, Relaxed);
-        }
-        way
-    }
-
-    fn way(
-        &self,
-        ways: &Ways,
-        fd: &OwnedFd,
-        opener: Caller,
-        (as_asked, must_come): (OFlags, bool),
-        forget: impl FnOnce(),
-    ) -> Way {
+    ) -> io::Result<Way> {
         let mut open = ways.lock();
-        let must_come = must_come || as_asked.contains(OFlags::DIRECT);
-        if let Some(passed) = &mut open.passed {
-            passed.handles += 1;
-            let is_another = as_asked & OFlags::RWMODE != OFlags::RDONLY && passed.opener != opener;
-            return if is_another || must_come { Way::Beside(passed.backing) } else { Way::Passed(passed.backing) };
+        let Open { served, passed, may_be_mapped } = &mut *open;
+        let access = as_asked & OFlags::RWMODE;
+        let mut must_come = must_come || as_asked.contains(OFlags::DIRECT);
+        let is_new = *served == 0 && self.which.takes(as_asked) && !must_come && self.refused.load(Relaxed) != dev;
+        let backing = match (&mut *passed, self.connection.get()) {
+            (Some(passed), _) => {
+                passed.handles += 1;
+                must_come |= access != OFlags::RDONLY && passed.opener != opener;
+                Some(passed.backing)
+            }
+            (None, Some(connection)) if is_new || *may_be_mapped => match give(connection, fd, opener) {
+                Ok(backing) => {
+                    *passed = Some(Passed { backing, opener, handles: 1 });
+                    Some(backing)
+                }
+                Err(error) if *may_be_mapped => return Err(error),
+                Err(_) => {
+                    self.refused.store(dev, Relaxed);
+                    None
+                }
+            },
+            _ => None,
+        };
+        let Some(backing) = backing else {
+            *served += 1;
+            return Ok(Way::Served);
+        };
+        *may_be_mapped |= access != OFlags::WRONLY;
+        if must_come {
+            return Ok(Way::Beside(backing));
         }
-        if open.served == 0
-            && self.which.takes(as_asked)
-            && !must_come
-            && let Some(connection) = self.connection.get()
-            && let Ok(backing) = give(connection, fd, opener)
-        {
-            forget();
-            open.passed = Some(Passed { backing, opener, handles: 1 });
-            return Way::Passed(backing);
-        }
-        open.served += 1;
-        Way::Served
+        self.passed.fetch_add(1, Relaxed);
+        Ok(Way::Passed(backing))
     }
 
     /// The kernel may let go of a backing file.
@@ -204,8 +224,9 @@ impl Backings {
 /// Gives the kernel a backing file, which it writes to as `opener`: not into what is left for root, nor past his quota. For that takes a file system's user and capabilities
 /// from this thread. Refused by kernels that do not know of it, to others than root, and on file systems that lie over others themselves.
 fn give(connection: impl AsFd, fd: &OwnedFd, opener: Caller) -> io::Result<u32> {
-    let give = || BackingId::create_raw(&connection, fd);
-    with_rights(opener, CapabilitySet::SYS_ADMIN, || give().map_err(|error| errno(&error)))
+    let give = || BackingId::create_raw(&connection, fd).map_err(|error| errno(&error));
+    // Root has all rights in whatever group.
+    if opener.uid == 0 { give() } else { with_rights(opener, CapabilitySet::SYS_ADMIN, give) }
 }
 
 fn errno(error: &std::io::Error) -> Errno {
@@ -227,22 +248,28 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_takes_no_file_for_is_served() {
+    fn what_the_kernel_takes_no_file_for_is_served_and_not_tried_again() {
         let backings = Backings::new(Passthrough::Writable);
         let (ways, caller) = (Ways::default(), Caller { uid: 0, gid: 0 });
         let file = OwnedFd::from(tempfile::tempfile().unwrap());
-        let open = || {
-            let way = backings.open(&ways, &file, caller, (OFlags::WRONLY, false), || panic!("nothing is passed"));
-            assert_eq!(way, Way::Served);
-            way
+        let open_and_close = || {
+            let nothing = || panic!("nothing is passed");
+            assert_eq!(backings.open(&ways, (&file, 5), caller, (OFlags::WRONLY, false)), Ok(Way::Served));
+            assert_eq!(ways.close(Way::Served, nothing), None);
         };
-        let way = open();
+        open_and_close();
+        assert_eq!(backings.refused.load(Relaxed), 0, "nobody was asked");
         // Agreed on, and refused when it comes to a file.
         backings.connection.get_or_init(|| File::open("/dev/null").unwrap().into());
-        assert_eq!(ways.close(way, || panic!("nothing is passed")), None);
-        let way = open();
-        assert_eq!(ways.close(way, || panic!("nothing is passed")), None);
+        open_and_close();
+        open_and_close();
         assert!(!ways.are_past_us() && backings.passed() == 0);
+        assert_eq!(backings.refused.load(Relaxed), 5);
+        // Where somebody may have it mapped, it cannot be served.
+        ways.lock().may_be_mapped = true;
+        assert!(ways.are_past_us());
+        let opened = backings.open(&ways, (&file, 5), caller, (OFlags::RDONLY, false));
+        assert!(opened.is_err() && ways.lock().served == 0);
     }
 
     #[test]
@@ -250,22 +277,22 @@ mod tests {
         let backings = Backings::new(Passthrough::WriteOnly);
         let (first, other) = (Caller { uid: 1, gid: 1 }, Caller { uid: 2, gid: 2 });
         let passed = Some(Passed { backing: 7, opener: first, handles: 1 });
-        let ways = Ways(Mutex::new(Open { served: 0, passed }));
+        let ways = Ways(Mutex::new(Open { served: 0, passed, may_be_mapped: false }));
         let file = OwnedFd::from(tempfile::tempfile().unwrap());
-        let open = |caller, how| backings.open(&ways, &file, caller, how, || panic!("it is passed already"));
+        let open = |caller, how| backings.open(&ways, (&file, 5), caller, how).unwrap();
+        assert_eq!(open(first, (OFlags::WRONLY, false)), Way::Passed(7));
+        assert_eq!(open(other, (OFlags::WRONLY, false)), Way::Beside(7));
+        assert!(!ways.lock().may_be_mapped, "who only writes has no mapping");
         let joined = [(first, (OFlags::RDWR, false)), (other, (OFlags::RDONLY, false))];
-        let beside = [
-            (other, (OFlags::WRONLY, false)),
-            (first, (OFlags::WRONLY, true)),
-            (other, (OFlags::RDONLY | OFlags::DIRECT, false)),
-        ];
+        let beside = [(first, (OFlags::WRONLY, true)), (other, (OFlags::RDONLY | OFlags::DIRECT, false))];
         assert_eq!(joined.map(|(caller, how)| open(caller, how)), [Way::Passed(7); 2]);
-        assert_eq!(beside.map(|(caller, how)| open(caller, how)), [Way::Beside(7); 3]);
-        for _ in 0..5 {
+        assert_eq!(beside.map(|(caller, how)| open(caller, how)), [Way::Beside(7); 2]);
+        for _ in 0..6 {
             assert_eq!(ways.close(Way::Beside(7), || panic!("it is passed still")), None);
         }
         let mut forgotten = false;
-        assert_eq!(ways.close(Way::Passed(7), || forgotten = true), Some(7));
-        assert!(forgotten && !ways.are_past_us());
+        let ended = Some(Ended { backing: 7, may_be_mapped: true });
+        assert_eq!(ways.close(Way::Passed(7), || forgotten = true), ended);
+        assert!(forgotten && ways.are_past_us());
     }
 }

@@ -1,4 +1,4 @@
-//! The system calls that only this module may make.
+//! The calls that only this module may make, most of them of the system.
 
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
 
@@ -33,7 +33,7 @@ pub fn close_backing(connection: impl AsFd, backing: u32) -> io::Result<()> {
 
 /// A backing file of this number, as the library has it, for an answer; it is to be taken back out of that afterwards.
 pub fn backing_to_open(reply: &ReplyOpen, backing: u32) -> BackingId {
-    // SAFETY: the number is only sent, and closed if it is not taken back: then the kernel refuses the next open of the file.
+    // SAFETY: the number is only sent, and closed if it is not taken back: then the kernel refuses who joins those who have the file open.
     unsafe { reply.wrap_backing(backing) }
 }
 

@@ -112,6 +112,8 @@ pub enum Notice {
     Crowded,
     /// It knows a file by too many names.
     Superfluous(INodeNo),
+    /// It is to forget a file, unless somebody has it mapped.
+    ToForget(INodeNo),
 }
 
 /// What a tree is made of.

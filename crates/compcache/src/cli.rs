@@ -414,8 +414,9 @@ pub struct MountArgs {
     pub writeback_cache: bool,
 
     /// Files that the kernel reads and writes below by itself, at the speed it has there, for as long as they are open: none; those that are opened to be written and not read; or
-    /// all that are opened to be written. Nothing of them is in the cache meanwhile. For root, from Linux 6.9 on [default: write-only; with --exclusive none]
-    #[arg(long, value_name = "WHICH", conflicts_with = "writeback_cache")]
+    /// all that are opened to be written. Nothing of them is in the cache meanwhile. For root, from Linux 6.9 on, and where the file system below allows it; `compcache show` counts
+    /// them (passed_opens) [default: write-only; with --exclusive none]
+    #[arg(long, value_name = "WHICH")]
     pub passthrough: Option<Passthrough>,
 
     /// Changes behind the mount are noticed while files are open, within moments (inotify), and not only when they are opened. What is written

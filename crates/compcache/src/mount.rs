@@ -56,9 +56,14 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
         refuse_old("--writeback-cache", OLDEST_THAT_WRITES_BACK, &kernel::release())?;
     }
     if args.passthrough.is_some_and(|which| which != Passthrough::None) {
+        if args.writeback_cache {
+            bail!(
+                "--writeback-cache and --passthrough exclude each other: what is written is kept by the kernel, or passed through"
+            );
+        }
         refuse_old("--passthrough", OLDEST_THAT_PASSES, &kernel::release())?;
         if !geteuid().is_root() {
-            bail!("--passthrough is root's: the kernel would use files for who serves; mount without it");
+            bail!("--passthrough needs root: run this as root, or mount without it");
         }
     }
     let passthrough = args.passthrough.unwrap_or(match args.exclusive {

@@ -22,7 +22,6 @@ use crate::appends::Appends;
 use crate::caller::{Caller, as_caller, taking_room, unchecked};
 use crate::handles::{Direct, OpenFile};
 use crate::inodes::Node;
-use crate::kept::Kept;
 use crate::passthrough::Way;
 use crate::stamp::{id_of, look, now, stamp_of};
 use crate::watch::Changed;
@@ -78,7 +77,7 @@ impl Tree {
         }
         let open = |how| self.past_leases(caller, how, |how| self.inodes.reach(&node, how));
         let (fd, only_appends) = self.with_room(|| self.as_allowed(flags, open))?;
-        Ok(self.opened(caller, fd, only_appends, node, flags))
+        self.opened(caller, fd, only_appends, node, flags)
     }
 
     pub fn create_file(
@@ -112,7 +111,7 @@ impl Tree {
         if self.writes_back && is_fresh {
             made.node.modified.told(Timespec { tv_sec: stat.stx_mtime.tv_sec, tv_nsec: stat.stx_mtime.tv_nsec.into() });
         }
-        let (handle, how) = self.opened(caller, fd, only_appends, made.node.clone(), flags);
+        let (handle, how) = self.opened(caller, fd, only_appends, made.node.clone(), flags)?;
         Ok((made, handle, how))
     }
 
@@ -161,14 +160,14 @@ impl Tree {
         only_appends: bool,
         node: Arc<Node>,
         flags: OpenFlags,
-    ) -> (FileHandle, FopenFlags) {
+    ) -> io::Result<(FileHandle, FopenFlags)> {
         let asked = OFlags::from_bits_retain(flags.0 as u32);
         let writes = asked & OFlags::RWMODE != OFlags::RDONLY;
         // Who only reads has nothing to be told at the end.
         let mut how = if writes { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
         // What may only be appended to is given to nobody who could write elsewhere; and who has no right to write on a file server by himself may by another group of his.
         let must_come = only_appends || writes && self.inodes.is_remote(node.id, &fd);
-        let way = self.backings.open(&node.ways, &fd, opener, (asked, must_come), || self.forget_all(&node));
+        let way = self.backings.open(&node.ways, (&fd, node.id.dev), opener, (asked, must_come))?;
         let (mut watched, mut unconfirmed) = (false, 0);
         match way {
             Way::Served => {
@@ -191,23 +190,21 @@ impl Tree {
         let is_past_pages = how.contains(FopenFlags::FOPEN_DIRECT_IO);
         let (direct, unconfirmed, appends, run) =
             (Direct::default(), unconfirmed.into(), Appends::default(), Mutex::default());
-        (
-            self.files.add(OpenFile {
-                fd,
-                direct,
-                node,
-                way,
-                writes,
-                opener,
-                only_appends,
-                is_past_pages,
-                watched,
-                unconfirmed,
-                appends,
-                run,
-            }),
-            how,
-        )
+        let opened = OpenFile {
+            fd,
+            direct,
+            node,
+            way,
+            writes,
+            opener,
+            only_appends,
+            is_past_pages,
+            watched,
+            unconfirmed,
+            appends,
+            run,
+        };
+        Ok((self.files.add(opened), how))
     }
 
     /// The backing file that a handle is used with, or 0.
@@ -221,7 +218,7 @@ impl Tree {
     /// Nothing that is kept of a file, here or by the kernel, is good for who opens it next.
     fn forget_all(&self, node: &Node) {
         self.forget_pages(node.id);
-        *node.kept.lock().unwrap_or_else(PoisonError::into_inner) = Kept::default();
+        node.kept.lock().unwrap_or_else(PoisonError::into_inner).forget();
     }
 
     /// Calls `change`, which changes the bytes from .. to of a file; nothing older of them is kept, here or by reads under way.
@@ -297,7 +294,9 @@ impl Tree {
             let write = || write().inspect(|_| self.keep_time(&open));
             return self.writing_pages(&open.node, bytes, write, |written| (offset_bytes, &from[..*written]));
         }
-        let is_direct = open.is_past_pages || flags.0 as u32 & OFlags::DIRECT.bits() != 0;
+        // Of a file that is passed through the kernel asks for one part after the other.
+        let goes_past = open.is_past_pages && open.way == Way::Served;
+        let is_direct = goes_past || flags.0 as u32 & OFlags::DIRECT.bits() != 0;
         let append = if is_direct { lower::append_all } else { lower::append };
         let append = || {
             let append = || taking_room(caller, drops_suid, &open.node, || append(&open.fd, from));
@@ -354,8 +353,11 @@ impl Tree {
     pub fn close_file(&self, handle: FileHandle) {
         let Some(open) = self.files.remove(handle) else { return };
         self.ahead.close(&open);
-        if let Some(backing) = open.node.ways.close(open.way, || self.forget_all(&open.node)) {
-            self.backings.close(backing);
+        if let Some(ended) = open.node.ways.close(open.way, || self.forget_all(&open.node)) {
+            self.backings.close(ended.backing);
+            if ended.may_be_mapped {
+                self.tell(Notice::ToForget(open.node.number));
+            }
         }
         if let Some(watches) = self.watches.as_ref().filter(|_| open.watched) {
             watches.end(&open.node);
@@ -370,12 +372,14 @@ impl Tree {
         if closed == Err(Errno::MFILE) { Ok(()) } else { closed }
     }
 
-    /// When it returns, the file below has it where its file system puts it; what was kept there for writing is let go of.
+    /// When it returns, the file below has it where its file system puts it; what was kept there for writing is let go of, unless that is all that is kept of the file.
     pub fn sync_file(&self, handle: FileHandle, data_alone: bool) -> io::Result<()> {
         let open = self.files.asked(handle)?;
         let synced = if data_alone { fdatasync(&open.fd) } else { fsync(&open.fd) };
         synced.inspect_err(|_| self.may_be_lost(&open.node))?;
-        lower::let_go(&open.fd);
+        if open.way == Way::Served {
+            lower::let_go(&open.fd);
+        }
         Ok(())
     }
 

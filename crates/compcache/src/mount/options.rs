@@ -104,11 +104,6 @@ pub fn apply(args: &mut MountArgs) -> anyhow::Result<Forbidden> {
             "the option writeback_cache needs exclusive: what others change is not seen by who has his own idea of a file"
         );
     }
-    if args.writeback_cache && args.passthrough.is_some() {
-        bail!(
-            "the options writeback_cache and passthrough exclude each other: the kernel keeps what is written, or passes it through"
-        );
-    }
     Ok(forbidden)
 }
 

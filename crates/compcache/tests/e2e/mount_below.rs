@@ -24,7 +24,6 @@ const MIB: usize = 1 << 20;
 const SETTLED: Duration = Duration::from_millis(100);
 
 /// A file system that is mounted below the source of a tree, and unmounted after that.
-/// A tree over what is mounted for it; undone with it.
 pub struct Below {
     // In this order: the tree lies on it.
     tree: Option<Tree>,

@@ -3,19 +3,21 @@
 //! What files are holds of them as of others: [`crate::mount_posix`] and [`crate::mount_below`] are run once more where they are passed through, and where none are. Unless
 //! it is said otherwise the trees lie on tmpfs: not every file system under a build directory can be passed to (overlayfs).
 
+use std::borrow::Borrow;
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
-use std::time::SystemTime;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
 use std::{ptr, slice};
 
 use compcache_testkit::features::{Feature, requires};
 
 use crate::mount_below::Below;
 use crate::mount_posix::as_user;
-use crate::support::{Tree, can_mount, run_again_with};
+use crate::support::{PATIENCE, Tree, can_mount, run_again_with};
 
 const TMPFS: [&str; 3] = ["-t", "tmpfs", "none"];
 const PAGE: usize = 4096;
@@ -46,13 +48,14 @@ fn served_bytes(tree: &Tree) -> u64 {
     number("rchar: ") + number("wchar: ")
 }
 
-/// Calls `store` with a mapping of the first `length` bytes of a file; stores into it are the file's.
-fn through_a_mapping(file: &File, length: usize, store: impl FnOnce(&mut [u8])) {
+/// Calls `store` with a mapping of the first `length` bytes of a file, which is closed by then if it is given away; stores into it are the file's.
+fn through_a_mapping(file: impl Borrow<File>, length: usize, store: impl FnOnce(&mut [u8])) {
     let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping of a file that is not cut while it is there, unmapped once; nobody else maps it in this process.
+    // SAFETY: a new mapping of a file that is not cut while it is there, unmapped once. Others of the same file are not used at the same moment.
     unsafe {
-        let map = libc::mmap(ptr::null_mut(), length, access, libc::MAP_SHARED, file.as_raw_fd(), 0);
+        let map = libc::mmap(ptr::null_mut(), length, access, libc::MAP_SHARED, file.borrow().as_raw_fd(), 0);
         assert_ne!(map, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+        drop(file);
         store(slice::from_raw_parts_mut(map.cast(), length));
         assert_eq!(libc::munmap(map, length), 0);
     }
@@ -98,6 +101,69 @@ fn what_is_passed_through_passes_the_server() {
             );
             assert_eq!(fs::read(tree.target().join(name)).unwrap(), whole);
         }
+        below.tree().unmount();
+    }
+}
+
+/// Keeps opening a file as `open` does until that is `served` by the server, or passed: it hears a moment late that others have closed it.
+fn opened_as(tree: &Tree, served: bool, open: impl Fn() -> File) -> File {
+    let give_up = Instant::now() + PATIENCE;
+    loop {
+        let before = tree.stat("passed_opens");
+        let file = open();
+        if (tree.stat("passed_opens") == before) == served {
+            return file;
+        }
+        assert!(Instant::now() < give_up, "served: {}, still", !served);
+        drop(file);
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Of what is passed through somebody may keep a mapping when he has closed it, as programs do.
+#[test]
+fn a_mapping_that_outlives_its_handle_is_of_the_same_file() {
+    if !can_pass() {
+        return;
+    }
+    let open = |path: &Path, reads, writes| File::options().read(reads).write(writes).open(path).unwrap();
+    let holds =
+        |read: &[u8], byte| assert!(read == [byte; 4 * PAGE], "{} and {}, not {byte}", read[0], read[4 * PAGE - 1]);
+    for flags in [
+        &["--passthrough", "writable"][..],
+        &["--exclusive", "--passthrough", "writable"],
+        &["--passthrough", "write-only"],
+    ] {
+        let mut below = Below::mounted(&TMPFS, flags);
+        let tree = below.tree();
+        let path = tree.target().join("f");
+        fs::write(&path, vec![0; 4 * PAGE]).unwrap();
+        let written = opened_as(tree, false, || open(&path, false, true));
+        let mapped = open(&path, true, true);
+        through_a_mapping(mapped, 4 * PAGE, |bytes| {
+            drop(written);
+            for round in 1..50u8 {
+                bytes.fill(round);
+                holds(&fs::read(&path).unwrap(), round);
+                if round % 8 == 0 {
+                    tree.drop_kernel_cache();
+                    thread::sleep(Duration::from_millis(60));
+                }
+                through_a_mapping(open(&path, true, true), 4 * PAGE, |others| {
+                    holds(others, round);
+                    others.fill(round + 100);
+                    holds(bytes, round + 100);
+                });
+                open(&path, false, true).write_all_at(&[round + 150; 4 * PAGE], 0).unwrap();
+                holds(bytes, round + 150);
+            }
+        });
+        // And when it has gone it is served again.
+        let served = opened_as(tree, true, || open(&path, true, false));
+        let mut read = [0; 4 * PAGE];
+        served.read_exact_at(&mut read, 0).unwrap();
+        holds(&read, 49 + 150);
+        drop(served);
         below.tree().unmount();
     }
 }
@@ -167,7 +233,7 @@ fn whoever_else_has_a_file_open_sees_and_writes_the_same() {
     assert_eq!(tree.stat("passed_opens"), 3, "the first, the reader, and the third of the same user");
     drop((writer, reader, direct, both));
     // Whoever has it open by the server has the others served, too.
-    let both = served(&path);
+    let both = opened_as(tree, true, || served(&path));
     let before = tree.stat("passed_opens");
     File::options().append(true).open(&path).unwrap().write_all(b" four").unwrap();
     assert_eq!(read(&both), "ONE two three four");
@@ -201,7 +267,7 @@ fn a_file_that_is_open_beside_is_passed_through_until_the_last_is_closed() {
     let path = tree.target().join("f");
     fs::write(&path, vec![1; 4 * PAGE]).unwrap();
     fs::read(&path).unwrap();
-    let writer = File::options().write(true).open(&path).unwrap();
+    let writer = opened_as(tree, false, || File::options().write(true).open(&path).unwrap());
     let direct = File::options().read(true).custom_flags(libc::O_DIRECT).open(&path).unwrap();
     let mut read = vec![0; 4 * PAGE];
     for round in 2..20 {
