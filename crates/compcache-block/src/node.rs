@@ -112,11 +112,14 @@ impl Node {
         if !is_ours() {
             return Ok(Claim(None));
         }
-        while let Some(by) = self.used_by(claimed.as_raw_fd()) {
-            if Instant::now() > give_up {
-                return Err(NotClaimed::InUse(by));
+        loop {
+            // To look takes long on a busy machine: who has it open for a moment is seen twice only by accident.
+            let is_late = Instant::now() > give_up;
+            match self.used_by(claimed.as_raw_fd()) {
+                None => break,
+                Some(by) if is_late => return Err(NotClaimed::InUse(by)),
+                Some(_) => thread::sleep(LONG_PAUSE),
             }
-            thread::sleep(LONG_PAUSE);
         }
         Ok(Claim(Some(claimed)))
     }

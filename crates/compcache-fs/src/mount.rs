@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use compcache_cache::Cache;
 use compcache_fuse::{Linger, OpenTable, Rings, mounts, table_of_mounts, uppermost};
 use compcache_store::Codec;
-use fuser::{BackgroundSession, Config, MountOption, Notifier, Session, SessionACL};
+use fuser::{BackgroundSession, Config, INodeNo, MountOption, Notifier, Session, SessionACL};
 use rustix::fs::{StatVfsMountFlags, fstatvfs};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount};
@@ -24,7 +24,7 @@ use rustix::process::{geteuid, getgid, getuid};
 use rustix::system::sysinfo;
 
 use crate::error::FsError;
-use crate::inodes::Inodes;
+use crate::inodes::{Inodes, Node};
 use crate::mounted_on::MountedOn;
 use crate::names::Place;
 use crate::passthrough::Passthrough;
@@ -254,7 +254,8 @@ impl Mount {
         let session = session.map_err(|error| FsError::Mount { path: target.clone(), error })?;
         // Undone from here on if something fails.
         let mut mount = Mount { session: None, rings: None, at: MountedAt::now(target), mounted: true };
-        let connection = session.as_fd().try_clone_to_owned().map_err(|error| FsError::Thread { error })?;
+        let connection = || session.as_fd().try_clone_to_owned().map_err(|error| FsError::Thread { error });
+        let (to_tell, connection) = (connection()?, connection()?);
         tree.backings.start(&connection).map_err(|error| FsError::Thread { error: error.into() })?;
         if tree.by_rings.load(Relaxed) {
             let rings = Rings::start(&connection, RING_BYTES_MAX as usize, &tree);
@@ -264,7 +265,7 @@ impl Mount {
         }
         let notifier = session.notifier();
         let device = mount.at.line.as_ref().map(|line| line.device.clone()).unwrap_or_default();
-        let kernel = Kernel { notifier, inodes, device, table: OpenTable::new().ok() };
+        let kernel = Kernel { notifier, connection: to_tell, inodes, device, table: OpenTable::new().ok() };
         let tell = move || tell(&heard, &kernel);
         let started = thread::Builder::new().name("notices".into()).spawn(tell);
         started.map_err(|error| FsError::Thread { error })?;
@@ -455,6 +456,8 @@ fn start_upkeep(cache: &Arc<Cache<Stamp>>, keeps_written: bool) -> Result<(), Fs
 /// Who is told, and what he knows.
 struct Kernel {
     notifier: Notifier,
+    /// For what that does not know.
+    connection: OwnedFd,
     inodes: Arc<Inodes>,
     /// The mount's number in the table of mounts; empty where that cannot be read.
     device: Vec<u8>,
@@ -476,6 +479,28 @@ impl Kernel {
         }
         kept
     }
+
+    /// Has it forget a file that nobody uses.
+    fn forget_unused(&self, node: &Node) {
+        let names = node.names.all();
+        if prune(&self.connection, node.number).is_err() && !names.is_empty() {
+            // Before Linux 6.18 by its names, also if somebody does.
+            self.forget(names, &self.mounted_on());
+        }
+    }
+}
+
+/// Has the kernel forget the names of a file that nobody uses, and then the file: `FUSE_NOTIFY_PRUNE` of Linux 6.18.
+fn prune(connection: impl AsFd, number: INodeNo) -> rustix::io::Result<()> {
+    const CODE: u32 = 9;
+    const BYTES: u32 = 40;
+    // `fuse_out_header`, `fuse_notify_prune_out` with one number, and that.
+    let mut message = [0; BYTES as usize];
+    for (at, value) in [(0, BYTES), (4, CODE), (16, 1)] {
+        message[at..at + 4].copy_from_slice(&value.to_ne_bytes());
+    }
+    message[32..].copy_from_slice(&number.0.to_ne_bytes());
+    rustix::io::write(connection, &message).map(drop)
 }
 
 /// Tells the kernel what it must hear. Not done by a thread that serves: the kernel may wait for a request meanwhile.
@@ -505,8 +530,10 @@ fn tell(notices: &Receiver<Notice>, kernel: &Kernel) {
                 }
             }
             Ok(Notice::ToForget(number)) => {
-                if let Ok(node) = inodes.get(number) {
-                    kernel.forget(node.names.all(), &kernel.mounted_on());
+                if let Ok(node) = inodes.get(number)
+                    && node.ways.are_to_be_forgotten()
+                {
+                    kernel.forget_unused(&node);
                 }
             }
             Ok(Notice::Crowded) if rest_until.is_none() || inodes.is_crowded() => {

@@ -17,6 +17,7 @@
 //!
 //! What is kept of a file, here and by the kernel, is asked of nothing while it is passed through, and dropped before it is served again: nobody is told what is written in between.
 
+use std::mem;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -73,6 +74,8 @@ struct Open {
     passed: Option<Passed>,
     /// Some handle that was passed through, or beside, could map: somebody may still have such a mapping.
     may_be_mapped: bool,
+    /// So the kernel is to be told to forget the file, and somebody knows.
+    told: bool,
 }
 
 #[derive(Debug)]
@@ -88,8 +91,8 @@ struct Passed {
 pub struct Ended {
     /// To be given back to the kernel.
     pub backing: u32,
-    /// The kernel is to forget the file, so that it can be served.
-    pub may_be_mapped: bool,
+    /// Somebody is to be told that the kernel is to forget the file, so that it can be served.
+    pub is_to_be_told: bool,
 }
 
 impl Ways {
@@ -112,8 +115,15 @@ impl Ways {
             return None;
         }
         forget();
-        let may_be_mapped = open.may_be_mapped;
-        open.passed.take().map(|passed| Ended { backing: passed.backing, may_be_mapped })
+        let is_to_be_told = open.may_be_mapped && !mem::replace(&mut open.told, true);
+        open.passed.take().map(|passed| Ended { backing: passed.backing, is_to_be_told })
+    }
+
+    /// Whether the kernel is to forget the file still, who was told begins to ask.
+    pub fn are_to_be_forgotten(&self) -> bool {
+        let mut open = self.lock();
+        open.told = false;
+        open.may_be_mapped && open.passed.is_none()
     }
 
     fn lock(&self) -> MutexGuard<'_, Open> {
@@ -177,7 +187,7 @@ impl Backings {
         (as_asked, must_come): (OFlags, bool),
     ) -> io::Result<Way> {
         let mut open = ways.lock();
-        let Open { served, passed, may_be_mapped } = &mut *open;
+        let Open { served, passed, may_be_mapped, .. } = &mut *open;
         let access = as_asked & OFlags::RWMODE;
         let mut must_come = must_come || as_asked.contains(OFlags::DIRECT);
         let is_new = *served == 0 && self.which.takes(as_asked) && !must_come && self.refused.load(Relaxed) != dev;
@@ -193,8 +203,11 @@ impl Backings {
                     Some(backing)
                 }
                 Err(error) if *may_be_mapped => return Err(error),
-                Err(_) => {
-                    self.refused.store(dev, Relaxed);
+                Err(error) => {
+                    // Whatever else it is may be over soon.
+                    if matches!(error, Errno::LOOP | Errno::OPNOTSUPP | Errno::PERM | Errno::NOTTY) {
+                        self.refused.store(dev, Relaxed);
+                    }
                     None
                 }
             },
@@ -277,7 +290,7 @@ mod tests {
         let backings = Backings::new(Passthrough::WriteOnly);
         let (first, other) = (Caller { uid: 1, gid: 1 }, Caller { uid: 2, gid: 2 });
         let passed = Some(Passed { backing: 7, opener: first, handles: 1 });
-        let ways = Ways(Mutex::new(Open { served: 0, passed, may_be_mapped: false }));
+        let ways = Ways(Mutex::new(Open { served: 0, passed, may_be_mapped: false, told: false }));
         let file = OwnedFd::from(tempfile::tempfile().unwrap());
         let open = |caller, how| backings.open(&ways, (&file, 5), caller, how).unwrap();
         assert_eq!(open(first, (OFlags::WRONLY, false)), Way::Passed(7));
@@ -291,8 +304,15 @@ mod tests {
             assert_eq!(ways.close(Way::Beside(7), || panic!("it is passed still")), None);
         }
         let mut forgotten = false;
-        let ended = Some(Ended { backing: 7, may_be_mapped: true });
+        let ended = Some(Ended { backing: 7, is_to_be_told: true });
         assert_eq!(ways.close(Way::Passed(7), || forgotten = true), ended);
         assert!(forgotten && ways.are_past_us());
+        // Told once, until that is heard; and nothing is to be done while somebody has it open again.
+        let again = || ways.lock().passed = Some(Passed { backing: 8, opener: first, handles: 1 });
+        let end = || ways.close(Way::Passed(8), || ()).unwrap().is_to_be_told;
+        again();
+        assert!(!end() && ways.are_to_be_forgotten());
+        again();
+        assert!(!ways.are_to_be_forgotten() && end());
     }
 }

@@ -50,6 +50,8 @@ pub enum Feature {
     FuseRings,
     /// Files that the kernel reads and writes past a FUSE server: Linux 6.9.
     FusePassthrough,
+    /// A FUSE server can have the kernel forget a file that nobody uses, and no other: Linux 6.18.
+    FusePrune,
     /// The kernel's driver for block devices that are served from user space.
     Ublk,
     /// The same, able to change the size of a device in use: Linux 6.16.
@@ -87,6 +89,7 @@ impl Feature {
             Feature::TmpfsAttributes => since((6, 6)),
             Feature::FuseRings => fuse_rings(),
             Feature::FusePassthrough => since((6, 9)),
+            Feature::FusePrune => since((6, 18)),
             Feature::Ublk => exists("/dev/ublk-control"),
             Feature::UblkResize => Feature::Ublk.probe().and_then(|()| since((6, 16))),
             Feature::IoUring => io_uring(),

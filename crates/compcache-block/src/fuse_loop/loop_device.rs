@@ -48,8 +48,11 @@ impl LoopDevice {
             let number = number.map_err(FuseLoopError::at(Step::FreeLoop, Path::new(CONTROL)))?;
             let device = LoopDevice { number, file: file.to_owned() };
             let node = device.path();
-            let opened = OpenOptions::new().read(true).write(true).open(&node);
-            let opened = opened.map_err(FuseLoopError::at(Step::OpenLoop, &node))?;
+            let opened = match OpenOptions::new().read(true).write(true).open(&node) {
+                // Somebody else was faster, and is letting go of it.
+                Err(error) if Errno::from_io_error(&error) == Some(Errno::NXIO) => continue,
+                opened => opened.map_err(FuseLoopError::at(Step::OpenLoop, &node))?,
+            };
             match configure(&opened, &backing, sector_bytes) {
                 Ok(()) => {}
                 // Somebody else was faster.

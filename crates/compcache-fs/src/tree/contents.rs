@@ -111,7 +111,9 @@ impl Tree {
         if self.writes_back && is_fresh {
             made.node.modified.told(Timespec { tv_sec: stat.stx_mtime.tv_sec, tv_nsec: stat.stx_mtime.tv_nsec.into() });
         }
-        let (handle, how) = self.opened(caller, fd, only_appends, made.node.clone(), flags)?;
+        let (handle, how) = self
+            .opened(caller, fd, only_appends, made.node.clone(), flags)
+            .inspect_err(|_| self.inodes.forget(made.node.number, 1))?;
         Ok((made, handle, how))
     }
 
@@ -180,6 +182,10 @@ impl Tree {
             }
             Way::Passed(_) => how |= FopenFlags::FOPEN_PASSTHROUGH,
             Way::Beside(_) => how |= FopenFlags::FOPEN_PASSTHROUGH | FopenFlags::FOPEN_DIRECT_IO,
+        }
+        if way != Way::Served {
+            // Of no use to anybody any more.
+            self.forget_pages(node.id);
         }
         if self.writes_back && writes {
             // What the kernel keeps it writes in its place, and reads the rest of the page before, by any handle for writing that there is. Past it, this one is asked as it is
@@ -294,7 +300,7 @@ impl Tree {
             let write = || write().inspect(|_| self.keep_time(&open));
             return self.writing_pages(&open.node, bytes, write, |written| (offset_bytes, &from[..*written]));
         }
-        // Of a file that is passed through the kernel asks for one part after the other.
+        // Of a file that is passed through the kernel asks for one part after the other, but for O_DIRECT.
         let goes_past = open.is_past_pages && open.way == Way::Served;
         let is_direct = goes_past || flags.0 as u32 & OFlags::DIRECT.bits() != 0;
         let append = if is_direct { lower::append_all } else { lower::append };
@@ -355,7 +361,7 @@ impl Tree {
         self.ahead.close(&open);
         if let Some(ended) = open.node.ways.close(open.way, || self.forget_all(&open.node)) {
             self.backings.close(ended.backing);
-            if ended.may_be_mapped {
+            if ended.is_to_be_told {
                 self.tell(Notice::ToForget(open.node.number));
             }
         }

@@ -12,7 +12,7 @@
 //! When both are used up, an object goes to a larger slot than it needs: all that is there is used before memory is asked for
 //! on the path.
 //!
-//! Example: 130 classes are 4 MiB of pages ahead, and 16 MiB of spans are 64. Pages that compress to a third fill the
+//! Example: 183 classes are 5.7 MiB of pages ahead, and 16 MiB of spans are 64. Pages that compress to a third fill the
 //! spans with 48 MiB of them; each span taken is made up for by 256 KiB of the 768 KiB that it freed.
 //!
 //! What is prepared counts as used: the system gave it. So the reserve is filled up to the limit, and who stores pages in it

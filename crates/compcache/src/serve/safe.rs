@@ -152,8 +152,7 @@ impl Safety {
         if disk.pool().backing().is_none() {
             store.set_limit_bytes(self.limit_bytes);
         }
-        store.set_reserve_bytes((here / RESERVE_SHARE).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end));
-        prepare(store, disk)?;
+        prepare(store, disk, (here / RESERVE_SHARE).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end))?;
         Ok(preparation)
     }
 
@@ -242,7 +241,7 @@ impl Drop for Preparation<'_> {
 }
 
 /// What a disk needs to be there.
-fn prepare(store: &Store, disk: &Disk) -> anyhow::Result<()> {
+fn prepare(store: &Store, disk: &Disk, reserve_bytes: u64) -> anyhow::Result<()> {
     let pages = disk.size_bytes() / PAGE_SIZE as u64;
     let tables = || {
         format!(
@@ -259,6 +258,8 @@ fn prepare(store: &Store, disk: &Disk) -> anyhow::Result<()> {
             bail!("there is no memory to write to the backing from ({error}); a smaller --backing-batch needs less");
         }
     }
+    // Not before: the thread that fills it would take what the tables need.
+    store.set_reserve_bytes(reserve_bytes);
     while store.refill().context("there is no memory for the reserve that swap needs")? {}
     Ok(())
 }

@@ -5,13 +5,15 @@
 
 use std::borrow::Borrow;
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
+use std::process::{Command, Stdio};
+use std::ptr;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
-use std::{ptr, slice};
 
 use compcache_testkit::features::{Feature, requires};
 
@@ -48,16 +50,38 @@ fn served_bytes(tree: &Tree) -> u64 {
     number("rchar: ") + number("wchar: ")
 }
 
-/// Calls `store` with a mapping of the first `length` bytes of a file, which is closed by then if it is given away; stores into it are the file's.
-fn through_a_mapping(file: impl Borrow<File>, length: usize, store: impl FnOnce(&mut [u8])) {
-    let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping of a file that is not cut while it is there, unmapped once. Others of the same file are not used at the same moment.
-    unsafe {
-        let map = libc::mmap(ptr::null_mut(), length, access, libc::MAP_SHARED, file.borrow().as_raw_fd(), 0);
+/// A shared mapping of the first bytes of a file, which is closed by then if it is given away.
+struct Mapping {
+    start: *mut u8,
+    length: usize,
+}
+
+impl Mapping {
+    fn of(file: impl Borrow<File>, length: usize) -> Mapping {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let file = file.borrow().as_raw_fd();
+        // SAFETY: a new mapping, at an address of the kernel's choice.
+        let map = unsafe { libc::mmap(ptr::null_mut(), length, access, libc::MAP_SHARED, file, 0) };
         assert_ne!(map, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
-        drop(file);
-        store(slice::from_raw_parts_mut(map.cast(), length));
-        assert_eq!(libc::munmap(map, length), 0);
+        Mapping { start: map.cast(), length }
+    }
+
+    fn fill(&self, range: Range<usize>, byte: u8) {
+        assert!(range.end <= self.length);
+        // SAFETY: within the mapping, of a file that is not cut; others may store there, and so it is volatile.
+        range.for_each(|at| unsafe { self.start.add(at).write_volatile(byte) });
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        // SAFETY: as above.
+        (0..self.length).map(|at| unsafe { self.start.add(at).read_volatile() }).collect()
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: a mapping of its own, used by nobody any more.
+        unsafe { libc::munmap(self.start.cast(), self.length) };
     }
 }
 
@@ -88,7 +112,7 @@ fn what_is_passed_through_passes_the_server() {
                 let mut read = vec![0; PAGE];
                 file.read_exact_at(&mut read, 7 * PAGE as u64).unwrap();
                 assert_eq!(read, [7; PAGE]);
-                through_a_mapping(&file, 256 * PAGE, |bytes| bytes[9 * PAGE..10 * PAGE].fill(0xee));
+                Mapping::of(&file, 256 * PAGE).fill(9 * PAGE..10 * PAGE, 0xee);
                 file.sync_all().unwrap();
             }
             let served = served_bytes(tree) - before;
@@ -127,45 +151,93 @@ fn a_mapping_that_outlives_its_handle_is_of_the_same_file() {
         return;
     }
     let open = |path: &Path, reads, writes| File::options().read(reads).write(writes).open(path).unwrap();
-    let holds =
-        |read: &[u8], byte| assert!(read == [byte; 4 * PAGE], "{} and {}, not {byte}", read[0], read[4 * PAGE - 1]);
-    for flags in [
-        &["--passthrough", "writable"][..],
+    let whole = 0..4 * PAGE;
+    let holds = |read: &[u8], byte| {
+        assert!(read == [byte; 4 * PAGE], "{} and {}, not {byte}", read[0], read[4 * PAGE - 1]);
+    };
+    let modes: [&[&str]; 3] = [
+        &["--passthrough", "writable"],
         &["--exclusive", "--passthrough", "writable"],
         &["--passthrough", "write-only"],
-    ] {
+    ];
+    for flags in modes {
         let mut below = Below::mounted(&TMPFS, flags);
         let tree = below.tree();
-        let path = tree.target().join("f");
-        fs::write(&path, vec![0; 4 * PAGE]).unwrap();
-        let written = opened_as(tree, false, || open(&path, false, true));
-        let mapped = open(&path, true, true);
-        through_a_mapping(mapped, 4 * PAGE, |bytes| {
-            drop(written);
-            for round in 1..50u8 {
-                bytes.fill(round);
-                holds(&fs::read(&path).unwrap(), round);
-                if round % 8 == 0 {
-                    tree.drop_kernel_cache();
-                    thread::sleep(Duration::from_millis(60));
+        let name = |nth: u8| tree.target().join(nth.to_string());
+        fs::write(name(0), vec![0; 4 * PAGE]).unwrap();
+        let written = opened_as(tree, false, || open(&name(0), false, true));
+        let mapping = Mapping::of(open(&name(0), true, true), 4 * PAGE);
+        drop(written);
+        for round in 1..48u8 {
+            // By whatever name.
+            match round % 3 {
+                0 => fs::rename(name(round - 1), name(round)).unwrap(),
+                1 => {
+                    fs::hard_link(name(round - 1), name(round)).unwrap();
+                    fs::remove_file(name(round - 1)).unwrap();
                 }
-                through_a_mapping(open(&path, true, true), 4 * PAGE, |others| {
-                    holds(others, round);
-                    others.fill(round + 100);
-                    holds(bytes, round + 100);
-                });
-                open(&path, false, true).write_all_at(&[round + 150; 4 * PAGE], 0).unwrap();
-                holds(bytes, round + 150);
+                _ => fs::hard_link(name(round - 1), name(round)).unwrap(),
             }
-        });
+            let path = name(round);
+            mapping.fill(whole.clone(), round);
+            holds(&fs::read(&path).unwrap(), round);
+            if round % 8 == 0 {
+                tree.drop_kernel_cache();
+                thread::sleep(Duration::from_millis(60));
+            }
+            let other = Mapping::of(open(&path, true, true), 4 * PAGE);
+            holds(&other.bytes(), round);
+            other.fill(whole.clone(), round + 100);
+            holds(&mapping.bytes(), round + 100);
+            drop(other);
+            open(&path, false, true).write_all_at(&[round + 150; 4 * PAGE], 0).unwrap();
+            holds(&mapping.bytes(), round + 150);
+        }
+        drop(mapping);
         // And when it has gone it is served again.
-        let served = opened_as(tree, true, || open(&path, true, false));
+        let served = opened_as(tree, true, || open(&name(47), true, false));
         let mut read = [0; 4 * PAGE];
         served.read_exact_at(&mut read, 0).unwrap();
-        holds(&read, 49 + 150);
+        holds(&read, 47 + 150);
         drop(served);
         below.tree().unmount();
     }
+}
+
+/// The kernel is told to forget what was passed through, and not what somebody has mounted on it, wherever that can be seen.
+#[test]
+fn what_is_mounted_on_a_file_that_was_passed_through_stays() {
+    if !can_pass() || !requires(&[Feature::FusePrune, Feature::Program("unshare")]) {
+        return;
+    }
+    let mut below = Below::mounted(&TMPFS, &["--passthrough", "writable"]);
+    let tree = below.tree();
+    let (path, other) = (tree.target().join("f"), tree.source().join("other"));
+    fs::write(&path, "the file").unwrap();
+    fs::write(&other, "what is on it").unwrap();
+    let script = r#"mount --bind "$2" "$1" && echo mounted && read go && exec cat "$1""#;
+    let mut elsewhere = Command::new("unshare");
+    elsewhere.args(["-m", "sh", "-c", script, "sh"]).arg(&path).arg(&other);
+    let mut child = elsewhere.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    said.read_line(&mut line).unwrap();
+    assert_eq!(line, "mounted\n");
+    let before = tree.stat("passed_opens");
+    for _ in 0..20 {
+        File::options().read(true).write(true).open(&path).unwrap().write_all(b"THE FILE").unwrap();
+        thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(tree.stat("passed_opens"), before + 20);
+    child.stdin.take().unwrap().write_all(b"go\n").unwrap();
+    let mut shown = String::new();
+    said.read_to_string(&mut shown).unwrap();
+    assert!(child.wait().unwrap().success());
+    assert_eq!(shown, "what is on it");
+    // Nobody keeps it from being served.
+    drop(opened_as(tree, true, || File::open(&path).unwrap()));
+    assert_eq!(fs::read(&path).unwrap(), b"THE FILE");
+    below.tree().unmount();
 }
 
 /// With the same length and the same times, again and again: nothing tells its contents apart but that it was passed through.
@@ -187,7 +259,7 @@ fn nothing_is_left_of_what_a_file_had_before_it_was_passed_through() {
             }
             let file = File::options().read(round % 2 == 0).write(true).open(&path).unwrap();
             if round % 4 == 0 {
-                through_a_mapping(&file, 64 * PAGE, |bytes| bytes.fill(round));
+                Mapping::of(&file, 64 * PAGE).fill(0..64 * PAGE, round);
             } else {
                 file.write_all_at(&vec![round; 64 * PAGE], 0).unwrap();
             }
@@ -195,7 +267,8 @@ fn nothing_is_left_of_what_a_file_had_before_it_was_passed_through() {
         }
         // Where others may change files, one that was changed a moment ago is not kept.
         let puts = if flags[0] == "--exclusive" { 64 } else { 0 };
-        // That a reader has closed it the server may hear a moment late.
+        // That a reader has closed it the server may hear a moment late; so it may that nobody has it mapped.
+        opened_as(tree, true, || File::open(&path).unwrap()).read_exact(&mut [0; 64 * PAGE]).unwrap();
         assert!(tree.stat("passed_opens") > 50 && tree.stat("puts") >= puts);
         below.tree().unmount();
     }
@@ -221,14 +294,14 @@ fn whoever_else_has_a_file_open_sees_and_writes_the_same() {
     let direct = File::options().read(true).write(true).custom_flags(libc::O_DIRECT).open(&path).unwrap();
     direct.write_all_at(b" three", 7).unwrap();
     let both = served(&path);
-    through_a_mapping(&both, 3, |bytes| bytes.copy_from_slice(b"ONE"));
+    Mapping::of(&both, 3).fill(0..3, b'-');
     let read = |file: &File| {
         let mut read = [0; 100];
         let length = file.read_at(&mut read, 0).unwrap();
         String::from_utf8(read[..length].to_vec()).unwrap()
     };
     for file in [&reader, &direct, &both] {
-        assert_eq!(read(file), "ONE two three");
+        assert_eq!(read(file), "--- two three");
     }
     assert_eq!(tree.stat("passed_opens"), 3, "the first, the reader, and the third of the same user");
     drop((writer, reader, direct, both));
@@ -236,8 +309,8 @@ fn whoever_else_has_a_file_open_sees_and_writes_the_same() {
     let both = opened_as(tree, true, || served(&path));
     let before = tree.stat("passed_opens");
     File::options().append(true).open(&path).unwrap().write_all(b" four").unwrap();
-    assert_eq!(read(&both), "ONE two three four");
-    assert_eq!((tree.stat("passed_opens"), content()), (before, b"ONE two three four".to_vec()));
+    assert_eq!(read(&both), "--- two three four");
+    assert_eq!((tree.stat("passed_opens"), content()), (before, b"--- two three four".to_vec()));
     drop(both);
     below.tree().unmount();
 }
