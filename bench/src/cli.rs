@@ -16,8 +16,8 @@ use crate::session::{self, Session};
 use crate::side::Bench;
 use crate::table::mib;
 use crate::{
-    apps, dd, disk, disk_memory, emulated, hotcold, iozone, latency, limits, plot, programs, record, scan, store,
-    swap_latency, sweep, tiers, writeback,
+    apps, dd, disk, disk_memory, emulated, files, hotcold, iozone, latency, limits, plot, programs, record, scan,
+    store, swap_latency, sweep, tiers, writeback,
 };
 
 /// Compares compcache with the kernel's own compressed memory, side by side in one run.
@@ -69,6 +69,8 @@ enum Command {
     Tiers(tiers::Options),
     /// The nine columns of IOzone on a file twice as large as memory, with and without the compressed page cache.
     Iozone(iozone::Options),
+    /// Many small files, unpacked, listed, compared, read and removed, with and without a mount.
+    Files(files::Options),
     /// What the limit of one pool of the compressed page cache is worth, from 1 to 50 % of the file.
     Limits(limits::Options),
     /// Pages leaving memory for a file, and read back from there, beside fio on the same file.
@@ -149,6 +151,7 @@ pub fn run() -> Result<u8> {
         Command::DiskMemory(options) => disk_memory::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Tiers(options) => tiers::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Iozone(options) => iozone::run(&begin()?, options, cli.quick, cli.runs, record)?,
+        Command::Files(options) => files::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Limits(options) => limits::run(&begin()?, options, cli.quick, cli.runs, record)?,
         Command::Writeback(options) => writeback::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Sweep(options) => sweep::run(&begin()?, options, cli.quick, rounds, record)?,

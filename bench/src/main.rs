@@ -14,6 +14,7 @@ mod device;
 mod disk;
 mod disk_memory;
 mod emulated;
+mod files;
 mod hotcold;
 mod iozone;
 mod laps;

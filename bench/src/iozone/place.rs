@@ -4,6 +4,7 @@
 //! |---------------------|---------------------------------------------------------------------------------------------|
 //! | `plain`             | an ext4 on the disk                                                                         |
 //! | `mount`             | the same ext4, seen through `compcache mount`                                               |
+//! | `mount-asking`      | the same with `--remember 0`                                                                |
 //! | `mount-passthrough` | the same with `--passthrough writable`                                                      |
 //! | `mount-exclusive`   | the same with `--exclusive`                                                                 |
 //! | `mount-writeback`   | the same with `--exclusive --writeback-cache`                                               |
@@ -58,8 +59,9 @@ pub enum Keeper {
 /// What a mounted tree is called, and with which flags it is mounted.
 type MountSide = (&'static str, &'static [&'static str]);
 
-static MOUNTS: [MountSide; 4] = [
+static MOUNTS: [MountSide; 5] = [
     ("mount", &[]),
+    ("mount-asking", &["--remember", "0"]),
     ("mount-passthrough", &["--passthrough", "writable"]),
     ("mount-exclusive", &["--exclusive"]),
     ("mount-writeback", &["--exclusive", "--writeback-cache"]),
@@ -75,7 +77,7 @@ impl FromStr for Keeper {
             _ => match MOUNTS.iter().find(|(name, _)| *name == word) {
                 Some(side) => Ok(Keeper::Mount(side)),
                 None => Err(format!(
-                    "{word:?} is none of plain, mount, mount-passthrough, mount-exclusive, mount-writeback, origin"
+                    "{word:?} is none of plain, mount, mount-asking, mount-passthrough, mount-exclusive, mount-writeback, origin"
                 )),
             },
         }
@@ -171,6 +173,14 @@ impl<'s> Disk<'s> {
         write_all_blocks(device.path(), bytes)?;
         mount::make_ext4(device.path())?;
         Ok(Disk { device, throttle })
+    }
+
+    /// Makes the file system on it anew.
+    ///
+    /// # Errors
+    /// It is in use.
+    pub fn empty(&self) -> Result<()> {
+        mount::make_ext4(self.device.path())
     }
 
     /// What went to it so far.

@@ -27,11 +27,11 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use compcache_cache::FileId;
 use fuser::INodeNo;
@@ -40,9 +40,9 @@ use rustix::io::{self, Errno};
 
 use crate::kept::Kept;
 use crate::modified::Modified;
-use crate::names::Names;
+use crate::names::{Given, Names};
 use crate::passthrough::Ways;
-use crate::stamp::{generation_of, id_of, look, mount_of, stamp_of};
+use crate::stamp::{generation_of, id_at, id_of, look, mount_of, stamp_of};
 
 const DEVICE_SHIFT: u32 = 48;
 /// Descriptors that are not for files the kernel knows.
@@ -57,6 +57,8 @@ const ALL_LIMITS: StatVfsMountFlags =
 const COUNTED: u64 = 0xffff << DEVICE_SHIFT;
 /// What statfs(2) calls NFS, CIFS, SMB, Ceph, both AFS, and 9P.
 const REMOTE: [u32; 7] = [0x6969, 0xff53_4d42, 0xfe53_4d42, 0x00c3_6400, 0x5346_414f, 0x6b41_4653, 0x0102_1997];
+/// And those that have nothing to say when a file is closed: ext2 to 4, XFS, btrfs, F2FS and tmpfs.
+const SILENT: [u32; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0x0102_1994];
 /// All upper bits but theirs.
 const UPPERS: usize = 0xffff;
 
@@ -144,8 +146,8 @@ struct Table {
     /// The upper bits of others, if there were any left.
     devices: HashMap<u64, Option<u64>>,
     uppers: Vec<Upper>,
-    /// Whether a device is a file server's.
-    remote: HashMap<u64, bool>,
+    /// What statfs(2) calls the file system of a device; 0 where it does not say.
+    kinds: HashMap<u64, u32>,
     /// Which file was met when, of those that the kernel may be asked to forget: counted, not timed.
     met: BTreeMap<u64, u64>,
     meetings: u64,
@@ -155,8 +157,8 @@ impl Table {
     fn new(root_device: u64) -> Table {
         let mut uppers = vec![Upper::Free; UPPERS];
         uppers[0] = Upper::Root;
-        let (by_number, by_id, devices, remote, met) = Default::default();
-        Table { by_number, by_id, root_device, devices, uppers, remote, met, meetings: 0 }
+        let (by_number, by_id, devices, kinds, met) = Default::default();
+        Table { by_number, by_id, root_device, devices, uppers, kinds, met, meetings: 0 }
     }
 
     /// The number of a file that follows from its own, if one does.
@@ -252,8 +254,52 @@ impl Inodes {
         Ok((self.give_as(fd, &stat, parent, name), stat))
     }
 
-    /// The same of a file that looks like this.
-    fn give_as(&self, fd: OwnedFd, stat: &Statx, parent: &Node, name: &OsStr) -> Arc<Node> {
+    /// The file that looks so and was found under `name` in `parent`, if the kernel knows it already and no other can have its number; counts as given once more.
+    pub fn give_again(&self, stat: &Statx, parent: &Node, name: &OsStr) -> Option<Arc<Node>> {
+        let id = id_of(stat);
+        let mut table = self.lock();
+        if table.kinds.get(&id.dev).is_none_or(|kind| REMOTE.contains(kind)) {
+            return None;
+        }
+        let number = *table.by_id.get(&id)?;
+        let known = table.by_number.get_mut(&number)?;
+        known.lookups += 1;
+        let node = known.node.clone();
+        drop(table);
+        node.names.add(parent.number, name);
+        Some(node)
+    }
+
+    /// Whether a directory is not where the kernel was given it, or one of those above it, as far as they were given within `time`: when that one was given.
+    pub fn out_of_place(&self, directory: &Node, time: Duration) -> Option<Instant> {
+        let (mut given, mut id) = (directory.names.given_within(time), directory.id);
+        while let Some(Given { place: (parent, name), when }) = given {
+            // Forgotten by the kernel, nobody comes from there.
+            let parent = self.get(parent).ok()?;
+            if id_at(&*parent, &name) != Ok(id) {
+                return Some(when);
+            }
+            (given, id) = (parent.names.given_within(time), parent.id);
+        }
+        None
+    }
+
+    /// Whether there is something of this name where the kernel was given a directory within `time`, be that the directory or another.
+    pub fn is_where_it_was(&self, directory: &Node, name: &OsStr, time: Duration) -> bool {
+        let (mut names, mut given) = (vec![name.to_owned()], directory.names.given_within(time));
+        let mut above = None;
+        while let Some(Given { place: (parent, name), .. }) = given {
+            let Ok(parent) = self.get(parent) else { break };
+            names.push(name);
+            given = parent.names.given_within(time);
+            above = Some(parent);
+        }
+        let path: PathBuf = names.iter().rev().collect();
+        above.is_some_and(|above| id_at(&*above, path.as_os_str()).is_ok())
+    }
+
+    /// The same as [`Inodes::give`] of a file that looks like this.
+    pub fn give_as(&self, fd: OwnedFd, stat: &Statx, parent: &Node, name: &OsStr) -> Arc<Node> {
         let id = id_of(stat);
         let dead = self.dead(id, stat, &fd);
         let is_beside = mount_of(stat) == parent.mount;
@@ -298,12 +344,23 @@ impl Inodes {
 
     /// Whether a file, with this descriptor, is on a server, which may use its number again while we hold it, and asks by itself who may do what.
     pub fn is_remote(&self, id: FileId, fd: &OwnedFd) -> bool {
-        if let Some(known) = self.lock().remote.get(&id.dev) {
+        REMOTE.contains(&self.kind(id, fd))
+    }
+
+    /// Whether its file system may say something when it is closed.
+    pub fn tells_at_close(&self, id: FileId, fd: &OwnedFd) -> bool {
+        !SILENT.contains(&self.kind(id, fd))
+    }
+
+    /// What its file system is.
+    fn kind(&self, id: FileId, fd: &OwnedFd) -> u32 {
+        if let Some(known) = self.lock().kinds.get(&id.dev) {
             return *known;
         }
-        let is_remote = fstatfs(fd).is_ok_and(|stat| REMOTE.contains(&(stat.f_type as u32)));
-        self.lock().remote.insert(id.dev, is_remote);
-        is_remote
+        // Asked outside the lock, as above.
+        let kind = fstatfs(fd).map_or(0, |stat| stat.f_type as u32);
+        self.lock().kinds.insert(id.dev, kind);
+        kind
     }
 
     /// How many files the kernel may be asked to forget.
@@ -485,7 +542,7 @@ mod tests {
         later.stx_btime.tv_sec += 1;
         let old = give(&stat);
         assert!(Arc::ptr_eq(&old, &give(&later)), "no file server: another layer of the same file");
-        inodes.lock().remote.insert(old.id.dev, true);
+        inodes.lock().kinds.insert(old.id.dev, REMOTE[0]);
         assert!(Arc::ptr_eq(&old, &give(&stat)));
         let new = give(&later);
         assert!(!Arc::ptr_eq(&old, &new) && new.number.0 >= COUNTED);

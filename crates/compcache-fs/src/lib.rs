@@ -20,13 +20,14 @@
 //! # Lock order
 //! An open file's position is held around the call that uses it, an open directory's listing around those that read it, an open file's second descriptor is opened by one thread while others wait, and
 //! how a file is open is held while the kernel is given it and while what is kept of it is dropped; inside of them, and of
-//! nothing else, one of these at a time: the table of inodes, the tables of handles, that of watches, a node's name or stamp, the cache's index (inside of it, the
+//! nothing else, one of these at a time: the table of inodes, the tables of handles, that of watches, who is astray, a node's name or stamp, the cache's index (inside of it, the
 //! store's own), what was read ahead. That last one also inside of an open file's run of requests.
 
 // Lifted for sys.rs, which makes the few calls that no safe function makes.
 #![deny(unsafe_code)]
 
 mod appends;
+mod astray;
 mod caller;
 mod error;
 mod handles;
@@ -37,6 +38,7 @@ mod modified;
 mod mount;
 mod mounted_on;
 mod names;
+mod notify;
 mod passthrough;
 mod stamp;
 #[allow(unsafe_code)]
@@ -46,6 +48,6 @@ mod watch;
 
 pub use compcache_cache::CacheStats;
 pub use error::FsError;
-pub use mount::{Forbidden, Mount, MountOptions, MountedAt, is_dead, unmount};
+pub use mount::{Forbidden, Mount, MountOptions, MountedAt, Remembered, is_dead, unmount};
 pub use passthrough::Passthrough;
 pub use tree::PASSED_OPENS;

@@ -16,17 +16,19 @@ use std::time::{Duration, Instant};
 use compcache_cache::Cache;
 use compcache_fuse::{Linger, OpenTable, Rings, mounts, table_of_mounts, uppermost};
 use compcache_store::Codec;
-use fuser::{BackgroundSession, Config, INodeNo, MountOption, Notifier, Session, SessionACL};
-use rustix::fs::{StatVfsMountFlags, fstatvfs};
+use fuser::{BackgroundSession, Config, FileType, MountOption, Notifier, Session, SessionACL};
+use rustix::fs::{StatVfsMountFlags, fstatvfs, statvfs};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount};
 use rustix::process::{geteuid, getgid, getuid};
 use rustix::system::sysinfo;
 
+use crate::astray::BELIEVED;
 use crate::error::FsError;
 use crate::inodes::{Inodes, Node};
 use crate::mounted_on::MountedOn;
 use crate::names::Place;
+use crate::notify::prune;
 use crate::passthrough::Passthrough;
 use crate::stamp::Stamp;
 use crate::tree::{ByLibrary, Notice, Parts, RING_BYTES_MAX, Tree, request_bytes_max};
@@ -70,11 +72,43 @@ pub struct MountOptions {
     pub passthrough: Passthrough,
     /// Changes behind the mount are noticed while files are open, not only when they are opened.
     pub watch: bool,
-    /// How long the kernel may believe what it was told of names and attributes. Zero: it asks each time, and sees at once what changes
-    /// behind the mount.
-    pub remembered: Duration,
+    /// What the kernel may believe of what it was told of names and attributes.
+    pub remembered: Remembered,
     /// Requests served at the same time, where they do not come by io_uring.
     pub threads: NonZeroUsize,
+}
+
+/// What the kernel may believe, and for how long, of what it was told of names and attributes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Remembered {
+    /// Nothing: it asks each time, and sees at once what changes behind the mount.
+    Nothing,
+    /// Where directories are and what they are like, for some milliseconds. What is opened, made, moved or removed is what the path leads to by then, all the same (`astray.rs`).
+    Directories,
+    /// Everything, for so long.
+    Everything(Duration),
+}
+
+impl Remembered {
+    /// For how long it may be believed what is there by a name, and what that is like, if it is of this kind. What nobody has open is looked up before anybody can tell what it is like, but for those
+    /// who have a descriptor opened with O_PATH.
+    pub(crate) fn of(self, kind: FileType, is_open: bool) -> Believed {
+        let (name, attributes) = match (self, kind) {
+            (Remembered::Everything(time), _) => (time, time),
+            (Remembered::Directories, FileType::Directory) => (BELIEVED, BELIEVED),
+            (Remembered::Directories, FileType::RegularFile | FileType::Symlink) if !is_open => {
+                (Duration::ZERO, BELIEVED)
+            }
+            _ => (Duration::ZERO, Duration::ZERO),
+        };
+        Believed { name, attributes }
+    }
+}
+
+/// How long.
+pub(crate) struct Believed {
+    pub name: Duration,
+    pub attributes: Duration,
 }
 
 /// What a mount forbids, beside what the source's own does.
@@ -118,7 +152,7 @@ impl MountOptions {
             writes_back: false,
             passthrough: Passthrough::None,
             watch: false,
-            remembered: Duration::ZERO,
+            remembered: Remembered::Nothing,
             // Most of what a thread does is to wait for the file system below.
             threads: NonZeroUsize::new(cpus * 2).unwrap_or(NonZeroUsize::MIN),
         }
@@ -256,7 +290,7 @@ impl Mount {
         let mut mount = Mount { session: None, rings: None, at: MountedAt::now(target), mounted: true };
         let connection = || session.as_fd().try_clone_to_owned().map_err(|error| FsError::Thread { error });
         let (to_tell, connection) = (connection()?, connection()?);
-        tree.backings.start(&connection).map_err(|error| FsError::Thread { error: error.into() })?;
+        tree.is_connected(&connection).map_err(|error| FsError::Thread { error: error.into() })?;
         if tree.by_rings.load(Relaxed) {
             let rings = Rings::start(&connection, RING_BYTES_MAX as usize, &tree);
             mount.rings = Some(rings.map_err(|error| FsError::Rings { error })?);
@@ -344,6 +378,8 @@ fn by_helper(target: &Path) -> Result<(), FsError> {
 fn places(options: &MountOptions) -> Result<(PathBuf, PathBuf), FsError> {
     let whole = |path: &Path| {
         let path = fs::canonicalize(path)?;
+        // The kernel may believe for a while what a server that is dead by now has said of its root; this it asks always.
+        statvfs(&path)?;
         if fs::metadata(&path)?.is_dir() { Ok(path) } else { Err(io::Error::from(ErrorKind::NotADirectory)) }
     };
     let named = |error: io::Error, path: &Path| {
@@ -490,19 +526,6 @@ impl Kernel {
     }
 }
 
-/// Has the kernel forget the names of a file that nobody uses, and then the file: `FUSE_NOTIFY_PRUNE` of Linux 6.18.
-fn prune(connection: impl AsFd, number: INodeNo) -> rustix::io::Result<()> {
-    const CODE: u32 = 9;
-    const BYTES: u32 = 40;
-    // `fuse_out_header`, `fuse_notify_prune_out` with one number, and that.
-    let mut message = [0; BYTES as usize];
-    for (at, value) in [(0, BYTES), (4, CODE), (16, 1)] {
-        message[at..at + 4].copy_from_slice(&value.to_ne_bytes());
-    }
-    message[32..].copy_from_slice(&number.0.to_ne_bytes());
-    rustix::io::write(connection, &message).map(drop)
-}
-
 /// Tells the kernel what it must hear. Not done by a thread that serves: the kernel may wait for a request meanwhile.
 fn tell(notices: &Receiver<Notice>, kernel: &Kernel) {
     let Kernel { notifier, inodes, .. } = kernel;
@@ -615,7 +638,7 @@ mod tests {
             exclusive: false,
             writes_back: false,
             passthrough: Passthrough::None,
-            remembered: Duration::ZERO,
+            remembered: Remembered::Nothing,
             whole_bytes: || 0,
             watches: None,
             notices: channel().0,

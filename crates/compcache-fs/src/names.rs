@@ -2,12 +2,13 @@
 //!
 //! To have it forget a file, it must be told to forget each name it looked up: every one of them holds the file. It does not say when it forgets a
 //! name alone, so this may be more than it knows, but never less: what has come to have too many names has the oldest forgotten
-//! ([`Names::superfluous`]). Directories are never to be forgotten, and have none here.
+//! ([`Names::take_superfluous`]). Directories are never to be forgotten; of one it is known where the kernel was last given it, which is where it believes it to be.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
 use std::mem;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use fuser::INodeNo;
 
@@ -17,24 +18,37 @@ pub const NAMES_MAX: usize = 32;
 /// A name, and the directory it is in.
 pub type Place = (INodeNo, OsString);
 
+/// Those of a file.
 #[derive(Default)]
-struct Known {
+pub struct Known {
     places: VecDeque<Place>,
     /// Somebody has been told that there are too many.
     told: bool,
 }
 
-/// Those of a file; of a directory, none.
-pub struct Names(Option<Mutex<Known>>);
+/// The one of a directory, and when it was given.
+#[derive(Clone)]
+pub struct Given {
+    pub place: Place,
+    pub when: Instant,
+}
+
+pub enum Names {
+    OfFile(Mutex<Known>),
+    OfDirectory(Mutex<Option<Given>>),
+}
 
 impl Names {
     pub fn new(is_directory: bool) -> Names {
-        Names((!is_directory).then(Mutex::default))
+        if is_directory { Names::OfDirectory(Mutex::default()) } else { Names::OfFile(Mutex::default()) }
     }
 
     /// The file was found so.
     pub fn add(&self, parent: INodeNo, name: &OsStr) {
-        let Some(mut known) = self.lock() else { return };
+        let mut known = match self {
+            Names::OfFile(known) => lock(known),
+            Names::OfDirectory(given) => return give(&mut lock(given), parent, name),
+        };
         let places = &mut known.places;
         if !places.iter().any(|place| is(place, parent, name)) {
             // Mostly there is only one.
@@ -45,32 +59,50 @@ impl Names {
 
     /// It is not called so any more, and the kernel knows.
     pub fn remove(&self, parent: INodeNo, name: &OsStr) {
-        let Some(mut known) = self.lock() else { return };
+        let Some(mut known) = self.of_file() else { return };
         known.places.retain(|place| !is(place, parent, name));
+    }
+
+    /// Where and when the kernel was given a directory, if that was not so long ago.
+    pub fn given_within(&self, time: Duration) -> Option<Given> {
+        let Names::OfDirectory(given) = self else { return None };
+        lock(given).as_ref().filter(|given| given.when.elapsed() < time).cloned()
     }
 
     /// Whether somebody is to be told that there are too many; once, until he has [taken](Names::take_superfluous) them.
     pub fn is_to_be_told(&self) -> bool {
-        self.lock().is_some_and(|mut known| known.places.len() > NAMES_MAX && !mem::replace(&mut known.told, true))
+        self.of_file().is_some_and(|mut known| known.places.len() > NAMES_MAX && !mem::replace(&mut known.told, true))
     }
 
     /// The names that the kernel is to forget now, since there are too many; they are none any more. Should it look one up meanwhile, that is
     /// here again, and it is told to forget it all the same.
     pub fn take_superfluous(&self) -> Vec<Place> {
-        let Some(mut known) = self.lock() else { return Vec::new() };
+        let Some(mut known) = self.of_file() else { return Vec::new() };
         known.told = false;
         let superfluous = known.places.len().saturating_sub(NAMES_MAX);
         known.places.drain(..superfluous).collect()
     }
 
-    /// All of them.
+    /// All of a file; of a directory, none.
     pub fn all(&self) -> Vec<Place> {
-        self.lock().map_or_else(Vec::new, |known| known.places.iter().cloned().collect())
+        self.of_file().map_or_else(Vec::new, |known| known.places.iter().cloned().collect())
     }
 
-    fn lock(&self) -> Option<MutexGuard<'_, Known>> {
-        Some(self.0.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner))
+    fn of_file(&self) -> Option<MutexGuard<'_, Known>> {
+        if let Names::OfFile(known) = self { Some(lock(known)) } else { None }
     }
+}
+
+fn give(given: &mut Option<Given>, parent: INodeNo, name: &OsStr) {
+    let when = Instant::now();
+    match given {
+        Some(given) if is(&given.place, parent, name) => given.when = when,
+        given => *given = Some(Given { place: (parent, name.to_owned()), when }),
+    }
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn is(known: &Place, parent: INodeNo, name: &OsStr) -> bool {
@@ -101,6 +133,21 @@ mod tests {
         (0..2 * NAMES_MAX).for_each(|number| names.add(INodeNo::ROOT, OsStr::new(&number.to_string())));
         assert_eq!((names.all().len(), names.take_superfluous()), (0, vec![]));
         assert!(!names.is_to_be_told());
+    }
+
+    #[test]
+    fn a_directory_is_where_it_was_given_last_for_a_while() {
+        let names = Names::new(true);
+        let given = |names: &Names, time| names.given_within(time).map(|given| given.place);
+        let place = || given(&names, Duration::from_secs(60));
+        assert_eq!(place(), None);
+        names.add(INodeNo(7), OsStr::new("one"));
+        names.add(INodeNo(8), OsStr::new("two"));
+        assert_eq!(place(), Some((INodeNo(8), "two".into())));
+        assert_eq!(given(&names, Duration::ZERO), None);
+        let file = Names::new(false);
+        file.add(INodeNo(7), OsStr::new("one"));
+        assert_eq!(given(&file, Duration::from_secs(60)), None);
     }
 
     #[test]

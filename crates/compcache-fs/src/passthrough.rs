@@ -102,6 +102,12 @@ impl Ways {
         open.passed.is_some() || open.may_be_mapped
     }
 
+    /// Whether any handle is open, as far as is known here.
+    pub fn are_open(&self) -> bool {
+        let open = self.lock();
+        open.served > 0 || open.passed.is_some()
+    }
+
     /// A handle is closed. If it was the last of a file that was passed through, `forget` is called before it may be served again.
     pub fn close(&self, way: Way, forget: impl FnOnce()) -> Option<Ended> {
         let mut open = self.lock();

@@ -20,6 +20,7 @@
 //! A file is given its time when a write begins. What one long call writes 40 ms later and more is not told from what was there before: no age would be enough,
 //! for a write to a busy disk takes seconds, and with each second more that is asked for, more of what was just made would be read again and again. Who watches is told at the end of the call.
 
+use std::ffi::OsStr;
 use std::os::fd::AsFd;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -33,6 +34,8 @@ use rustix::time::{ClockId, clock_gettime};
 const SETTLED: Duration = Duration::from_millis(40);
 /// The same for times of whole seconds: of a file system that has no others (FAT counts in twos), or set by hand.
 const SETTLED_COARSE: Duration = Duration::from_millis(2100);
+
+const EVERYTHING: StatxFlags = StatxFlags::BASIC_STATS.union(StatxFlags::BTIME).union(StatxFlags::MNT_ID);
 
 /// Seconds and nanoseconds of a file's time.
 type Moment = (i64, u32);
@@ -71,7 +74,19 @@ pub fn now() -> Moment {
 
 /// Everything that is known of a file.
 pub fn look(fd: impl AsFd) -> io::Result<Statx> {
-    statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS | StatxFlags::BTIME | StatxFlags::MNT_ID)
+    statx(fd, c"", AtFlags::EMPTY_PATH, EVERYTHING)
+}
+
+/// The same of what has this name in a directory.
+pub fn look_at(directory: impl AsFd, name: &OsStr) -> io::Result<Statx> {
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    statx(directory, name, flags, EVERYTHING)
+}
+
+/// Which file that is.
+pub fn id_at(directory: impl AsFd, name: &OsStr) -> io::Result<FileId> {
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    statx(directory, name, flags, StatxFlags::INO).map(|stat| id_of(&stat))
 }
 
 /// Which mount a file was found on; before Linux 5.8, which device.

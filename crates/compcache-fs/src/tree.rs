@@ -26,6 +26,7 @@ mod ring;
 mod xattrs;
 
 use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
@@ -35,17 +36,20 @@ use std::time::{Duration, SystemTime};
 use compcache_cache::Cache;
 use compcache_fuse::{AfterThis, Linger, told};
 use fuser::{
-    BsdFileFlags, CopyFileRangeFlags, FileHandle, Filesystem, Generation, INodeNo, InitFlags, KernelConfig, LockOwner,
-    OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty,
-    ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+    BsdFileFlags, CopyFileRangeFlags, FileAttr, FileHandle, FileType, Filesystem, Generation, INodeNo, InitFlags,
+    KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
+    ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request,
+    TimeOrNow, WriteFlags,
 };
 use rustix::fs::fstatvfs;
-use rustix::io::{self, Errno};
+use rustix::io::{self, Errno, dup};
 
+use crate::astray::{About, Astray};
 use crate::caller::Caller;
 use crate::handles::{Handles, OpenDirectory, OpenFile};
-use crate::inodes::Inodes;
+use crate::inodes::{Inodes, Node};
 use crate::lower::Lower;
+use crate::mount::{Believed, Remembered};
 use crate::passthrough::{Backings, Passthrough};
 use crate::stamp::Stamp;
 use crate::sys;
@@ -87,8 +91,12 @@ pub struct Tree {
     exclusive: bool,
     /// The kernel keeps what is written, and writes it back later; with `exclusive` alone.
     writes_back: bool,
-    /// How long the kernel may believe what it was told of names and attributes.
-    remembered: Duration,
+    /// What the kernel may believe of what it was told of names and attributes.
+    remembered: Remembered,
+    /// The kernel.
+    connection: OnceLock<OwnedFd>,
+    /// Who was led to something since it believes what is so no more.
+    astray: Astray,
     /// Of what a limit in per cent is a share.
     whole_bytes: fn() -> u64,
     /// If files are watched while they are open.
@@ -123,7 +131,7 @@ pub struct Parts {
     pub exclusive: bool,
     pub writes_back: bool,
     pub passthrough: Passthrough,
-    pub remembered: Duration,
+    pub remembered: Remembered,
     pub whole_bytes: fn() -> u64,
     pub watches: Option<Arc<Watches>>,
     pub notices: Sender<Notice>,
@@ -160,6 +168,8 @@ impl Tree {
             exclusive,
             writes_back,
             remembered,
+            connection: OnceLock::new(),
+            astray: Astray::default(),
             whole_bytes,
             watches,
             notices,
@@ -168,6 +178,13 @@ impl Tree {
             linger,
         };
         (tree, jobs)
+    }
+
+    /// By which the kernel is told what it must hear at once.
+    pub fn is_connected(&self, connection: &OwnedFd) -> io::Result<()> {
+        let copy = dup(connection)?;
+        self.connection.get_or_init(|| copy);
+        self.backings.start(connection)
     }
 }
 
@@ -217,6 +234,16 @@ impl Tree {
         }
     }
 
+    /// How long the kernel may believe what it is told of a file that it is given.
+    fn believed(&self, node: &Node, kind: FileType) -> Believed {
+        self.remembered.of(kind, node.ways.are_open())
+    }
+
+    /// The same of what a file is like, when it asks for that; it may be open.
+    fn believed_asked(&self, known: &FileAttr) -> Duration {
+        self.remembered.of(known.kind, true).attributes
+    }
+
     fn tell(&self, notice: Notice) {
         // Nobody listens once it is unmounted.
         let _ = self.notices.send(notice);
@@ -224,7 +251,9 @@ impl Tree {
 
     fn entry(&self, reply: ReplyEntry, made: io::Result<Made>) {
         let made = answered!(reply, made);
-        reply.entry(&self.remembered, &made.attributes(), Generation(made.node.generation));
+        let (attributes, generation) = (made.attributes(), Generation(made.node.generation));
+        let believed = self.believed(&made.node, attributes.kind);
+        reply.entry_with_ttls(&believed.attributes, &believed.name, &attributes, generation);
     }
 }
 
@@ -242,7 +271,7 @@ impl Filesystem for ByLibrary {
             // What a kernel lacks of these it does in its own, older way.
             let _ = config.add_capabilities(flag);
         }
-        if !self.0.remembered.is_zero() {
+        if matches!(self.0.remembered, Remembered::Everything(time) if !time.is_zero()) {
             let _ = config.add_capabilities(InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO);
         }
         if self.0.writes_back {
@@ -262,9 +291,9 @@ impl Filesystem for ByLibrary {
         Ok(())
     }
 
-    fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+    fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let _then = self.0.soon_done();
-        self.0.entry(reply, self.0.find(parent, name));
+        self.0.entry(reply, self.0.find(request.pid(), parent, name));
     }
 
     fn forget(&self, _: &Request, number: INodeNo, count: u64) {
@@ -274,7 +303,7 @@ impl Filesystem for ByLibrary {
     fn getattr(&self, _: &Request, number: INodeNo, handle: Option<FileHandle>, reply: ReplyAttr) {
         let _then = self.0.soon_done();
         let attributes = answered!(reply, self.0.attributes_of(number, handle));
-        reply.attr(&self.0.remembered, &attributes);
+        reply.attr(&self.0.believed_asked(&attributes), &attributes);
     }
 
     fn setattr(
@@ -295,15 +324,20 @@ impl Filesystem for ByLibrary {
         _: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        let _then = self.0.done_later();
+        // To cut a long file takes its time.
+        let _then = if size.is_some() { self.0.done_later() } else { self.0.soon_done() };
         let (accessed, modified) = (accessed.map(timespec), modified.map(timespec));
         let changes = Changes { mode, uid, gid, size_bytes: size, accessed, modified };
+        if changes.are_by_path(handle) {
+            answered!(reply, self.0.comes_to(request.pid(), Some(number), &[], About::Do));
+        }
         let changed = answered!(reply, self.0.change(Caller::of(request), number, handle, &changes));
-        reply.attr(&self.0.remembered, &changed);
+        reply.attr(&self.0.believed_asked(&changed), &changed);
     }
 
-    fn readlink(&self, _: &Request, number: INodeNo, reply: ReplyData) {
+    fn readlink(&self, request: &Request, number: INodeNo, reply: ReplyData) {
         let _then = self.0.soon_done();
+        answered!(reply, self.0.comes_to(request.pid(), Some(number), &[], About::GoOn));
         let target = answered!(reply, self.0.target_of(number));
         reply.data(&target);
     }
@@ -319,32 +353,37 @@ impl Filesystem for ByLibrary {
         reply: ReplyEntry,
     ) {
         let _then = self.0.soon_done();
+        answered!(reply, self.0.comes_to(request.pid(), None, &[parent], About::Do));
         self.0.entry(reply, self.0.make_node(Caller::of(request), parent, name, mode, umask, device));
     }
 
     fn mkdir(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
         let _then = self.0.soon_done();
+        answered!(reply, self.0.comes_to(request.pid(), None, &[parent], About::Do));
         self.0.entry(reply, self.0.make_directory(Caller::of(request), parent, name, mode, umask));
     }
 
-    fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+    fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _then = self.0.soon_done();
+        answered!(reply, self.0.comes_to(request.pid(), None, &[parent], About::Do));
         empty(reply, self.0.remove(parent, name, false));
     }
 
-    fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+    fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _then = self.0.soon_done();
+        answered!(reply, self.0.comes_to(request.pid(), None, &[parent], About::Do));
         empty(reply, self.0.remove(parent, name, true));
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
         let _then = self.0.soon_done();
+        answered!(reply, self.0.comes_to(request.pid(), None, &[parent], About::Do));
         self.0.entry(reply, self.0.make_symlink(Caller::of(request), parent, name, target));
     }
 
     fn rename(
         &self,
-        _: &Request,
+        request: &Request,
         parent: INodeNo,
         name: &OsStr,
         new_parent: INodeNo,
@@ -353,16 +392,19 @@ impl Filesystem for ByLibrary {
         reply: ReplyEmpty,
     ) {
         let _then = self.0.soon_done();
+        answered!(reply, self.0.comes_to(request.pid(), None, &[parent, new_parent], About::Do));
         empty(reply, self.0.move_name(parent, name, new_parent, new_name, flags));
     }
 
-    fn link(&self, _: &Request, number: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+    fn link(&self, request: &Request, number: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let _then = self.0.soon_done();
+        answered!(reply, self.0.comes_to(request.pid(), Some(number), &[parent], About::Do));
         self.0.entry(reply, self.0.make_link(number, parent, name));
     }
 
     fn open(&self, request: &Request, number: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let _then = self.0.soon_done();
+        answered!(reply, self.0.comes_to(request.pid(), Some(number), &[], About::Do));
         let (handle, flags) = answered!(reply, self.0.open_file(Caller::of(request), number, flags));
         match self.0.backing_of(handle) {
             0 => reply.opened(handle, flags),
@@ -385,14 +427,16 @@ impl Filesystem for ByLibrary {
         reply: ReplyCreate,
     ) {
         let _then = self.0.soon_done();
+        answered!(reply, self.0.comes_to(request.pid(), None, &[parent], About::Do));
         let created = self.0.create_file(Caller::of(request), parent, name, mode, umask, OpenFlags(flags));
         let (made, handle, flags) = answered!(reply, created);
         let (attributes, generation) = (made.attributes(), Generation(made.node.generation));
+        let believed = self.0.believed_asked(&attributes);
         match self.0.backing_of(handle) {
-            0 => reply.created(&self.0.remembered, &attributes, generation, handle, flags),
+            0 => reply.created(&believed, &attributes, generation, handle, flags),
             backing => {
                 let backing = sys::backing_to_create(&reply, backing);
-                reply.created_passthrough(&self.0.remembered, &attributes, generation, handle, flags, &backing);
+                reply.created_passthrough(&believed, &attributes, generation, handle, flags, &backing);
                 backing.into_raw();
             }
         }
@@ -494,8 +538,9 @@ impl Filesystem for ByLibrary {
         reply.offset(at as i64);
     }
 
-    fn opendir(&self, _: &Request, number: INodeNo, _: OpenFlags, reply: ReplyOpen) {
+    fn opendir(&self, request: &Request, number: INodeNo, _: OpenFlags, reply: ReplyOpen) {
         let _then = self.0.soon_done();
+        answered!(reply, self.0.comes_to(request.pid(), None, &[number], About::Do));
         let (handle, flags) = answered!(reply, self.0.open_directory(number));
         reply.opened(handle, flags);
     }
@@ -513,7 +558,7 @@ impl Filesystem for ByLibrary {
         let listed = self.0.list_with_attributes(handle, offset, |entry, next, name| match entry {
             Entry::Known(shown, generation) => {
                 given = given.map(|given| given + 1);
-                !reply.add(shown.ino, next, name, &self.0.remembered, shown, Generation(generation))
+                !reply.add(shown.ino, next, name, &self.0.believed_asked(shown), shown, Generation(generation))
             }
             // The library has no names without a file. Mostly the kernel asks for what comes next without attributes.
             Entry::Named(_, _, error) => {

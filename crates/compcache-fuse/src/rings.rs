@@ -69,6 +69,7 @@ const UNIQUE: usize = 8;
 const NODE: usize = 16;
 const UID: usize = 24;
 const GID: usize = 28;
+const PID: usize = 32;
 
 /// How many queues there will be, if the kernel would agree to it now: it wants one for each processor that there could be.
 #[must_use]
@@ -98,6 +99,8 @@ pub struct Asked {
     pub uid: u32,
     /// His group.
     pub gid: u32,
+    /// His thread, by the number that it has where the connection was made.
+    pub thread: u32,
     /// How much of the payload came with it, bytes.
     pub payload_bytes: usize,
     argument: [u8; ARGUMENT_BYTES],
@@ -363,6 +366,7 @@ impl Queue {
             node: u64::from_ne_bytes(part(header, NODE)),
             uid: u32::from_ne_bytes(part(header, UID)),
             gid: u32::from_ne_bytes(part(header, GID)),
+            thread: u32::from_ne_bytes(part(header, PID)),
             payload_bytes: u32::from_ne_bytes(part(header, PAYLOAD_LENGTH)) as usize,
             argument: part(header, ARGUMENT),
         }

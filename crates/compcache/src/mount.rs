@@ -15,7 +15,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use compcache_fs::{CacheStats, FsError, Mount, MountOptions, PASSED_OPENS, is_dead};
+use compcache_fs::{CacheStats, FsError, Mount, MountOptions, PASSED_OPENS, Remembered, is_dead};
 use compcache_fuse::{table_of_mounts, uppermost};
 use rustix::fs::{XattrFlags, getxattr, getxattr_query, setxattr};
 use rustix::io::Errno;
@@ -80,7 +80,12 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
         watch: args.watch,
         forbidden,
         whole_bytes: ram_here,
-        remembered: Duration::from_secs_f64(args.remember.unwrap_or(if args.writeback_cache { 1.0 } else { 0.0 })),
+        remembered: match args.remember {
+            None if args.exclusive => Remembered::Everything(Duration::from_secs(1)),
+            None => Remembered::Directories,
+            Some(0.0) => Remembered::Nothing,
+            Some(seconds) => Remembered::Everything(Duration::from_secs_f64(seconds)),
+        },
         ..MountOptions::new(absolute(&args.source)?, absolute(&args.target)?, args.memory.bytes(ram_here()))
     };
     std::env::set_current_dir("/").context("cannot leave the working directory")?;

@@ -26,6 +26,13 @@ pub struct Changes {
     pub modified: Option<Timespec>,
 }
 
+impl Changes {
+    /// truncate(2), which names the file; where others have it open, ftruncate(2) among them, there is a handle.
+    pub fn are_by_path(&self, handle: Option<FileHandle>) -> bool {
+        self.size_bytes.is_some() && handle.is_none()
+    }
+}
+
 impl Tree {
     pub fn attributes_of(&self, number: INodeNo, handle: Option<FileHandle>) -> io::Result<FileAttr> {
         // A file that was opened is asked itself: its node may be one the kernel has just forgotten.

@@ -22,6 +22,8 @@ use crate::appends::Appends;
 use crate::caller::{Caller, as_caller, taking_room, unchecked};
 use crate::handles::{Direct, OpenFile};
 use crate::inodes::Node;
+use crate::mount::Remembered;
+use crate::notify::forget_attributes;
 use crate::passthrough::Way;
 use crate::stamp::{id_of, look, now, stamp_of};
 use crate::watch::Changed;
@@ -77,7 +79,14 @@ impl Tree {
         }
         let open = |how| self.past_leases(caller, how, |how| self.inodes.reach(&node, how));
         let (fd, only_appends) = self.with_room(|| self.as_allowed(flags, open))?;
-        self.opened(caller, fd, only_appends, node, flags)
+        let opened = self.opened(caller, fd, only_appends, node, flags)?;
+        if self.remembered == Remembered::Directories
+            && let Some(connection) = self.connection.get()
+        {
+            // What was looked up is believed of what nobody has open. Should the kernel not know the file, it does not know that either.
+            let _ = forget_attributes(connection, number);
+        }
+        Ok(opened)
     }
 
     pub fn create_file(
@@ -106,7 +115,8 @@ impl Tree {
         // From the descriptor, not by name: that may be another's by now.
         let stat = look(&fd)?;
         self.has_nothing(id_of(&stat));
-        let made = self.made(self.with_room(|| self.inodes.place_of(&fd))?, &parent, name)?;
+        let place = self.with_room(|| self.inodes.place_of(&fd))?;
+        let made = self.made(self.inodes.give_as(place, &stat, &parent, name), stat);
         let made = if is_fresh { self.given(caller, &parent, made) } else { made };
         if self.writes_back && is_fresh {
             made.node.modified.told(Timespec { tv_sec: stat.stx_mtime.tv_sec, tv_nsec: stat.stx_mtime.tv_nsec.into() });
@@ -165,8 +175,9 @@ impl Tree {
     ) -> io::Result<(FileHandle, FopenFlags)> {
         let asked = OFlags::from_bits_retain(flags.0 as u32);
         let writes = asked & OFlags::RWMODE != OFlags::RDONLY;
-        // Who only reads has nothing to be told at the end.
-        let mut how = if writes { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
+        // Who only reads has nothing to be told at the end, nor has who only writes where nothing is told then; who can map may leave something to be written.
+        let is_told = writes && (asked.contains(OFlags::RDWR) || self.inodes.tells_at_close(node.id, &fd));
+        let mut how = if is_told { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
         // What may only be appended to is given to nobody who could write elsewhere; and who has no right to write on a file server by himself may by another group of his.
         let must_come = only_appends || writes && self.inodes.is_remote(node.id, &fd);
         let way = self.backings.open(&node.ways, (&fd, node.id.dev), opener, (asked, must_come))?;
@@ -519,7 +530,7 @@ pub mod tests {
             exclusive,
             writes_back: false,
             passthrough: Passthrough::None,
-            remembered: Duration::ZERO,
+            remembered: Remembered::Nothing,
             whole_bytes: || 0,
             watches: None,
             notices: channel().0,
@@ -535,7 +546,7 @@ pub mod tests {
         // Where nobody else changes files, the time is not looked at: as if it were that of the beginning of the write.
         let tree = tree(directory.path(), true);
         fs::write(&path, "what was there before").unwrap();
-        let node = tree.find(INodeNo::ROOT, OsStr::new("f")).unwrap().node;
+        let node = tree.find(0, INodeNo::ROOT, OsStr::new("f")).unwrap().node;
         let changed = Changed { number: node.number, id: node.id };
         let handle = tree.open_file(Caller { uid: 0, gid: 0 }, node.number, OpenFlags(0)).unwrap().0;
         let read = || {
@@ -586,7 +597,7 @@ pub mod tests {
         let path = directory.path().join("f");
         let tree = tree(directory.path(), false);
         let open = || {
-            let number = tree.find(INodeNo::ROOT, OsStr::new("f")).unwrap().node.number;
+            let number = tree.find(0, INodeNo::ROOT, OsStr::new("f")).unwrap().node.number;
             let (handle, how) = tree.open_file(Caller { uid: 0, gid: 0 }, number, OpenFlags(0)).unwrap();
             (handle, how.contains(FopenFlags::FOPEN_KEEP_CACHE))
         };
@@ -620,7 +631,7 @@ pub mod tests {
         let caller = Caller { uid: geteuid().as_raw(), gid: getegid().as_raw() };
         for exclusive in [true, false] {
             let tree = tree(directory.path(), exclusive);
-            let number = tree.find(INodeNo::ROOT, OsStr::new("f")).unwrap().node.number;
+            let number = tree.find(0, INodeNo::ROOT, OsStr::new("f")).unwrap().node.number;
             sleep(Duration::from_millis(100));
             let open = || tree.open_file(caller, number, OpenFlags(0)).unwrap();
             tree.close_report(open().0).unwrap();

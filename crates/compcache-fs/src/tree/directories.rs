@@ -179,7 +179,7 @@ mod tests {
         fs::create_dir(&listed).unwrap();
         (0..3000).for_each(|number| drop(fs::File::create(listed.join(number.to_string())).unwrap()));
         let tree = tree(directory.path(), false);
-        let number = tree.find(INodeNo::ROOT, OsStr::new("d")).unwrap().node.number;
+        let number = tree.find(0, INodeNo::ROOT, OsStr::new("d")).unwrap().node.number;
         let handle = tree.open_directory(number).unwrap().0;
         let (mut given, mut last) = (0, 0);
         let first = tree.list(handle, 0, |_, next, _, _| {

@@ -1,22 +1,23 @@
 //! What takes a place in the tree.
 
 use std::ffi::OsStr;
-use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
 use compcache_cache::FileId;
 use fuser::{FileAttr, INodeNo, RenameFlags};
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxFlags, chownat, linkat, mkdirat, mknodat, openat, readlinkat,
-    renameat_with, statx, symlinkat, unlinkat,
+    AtFlags, CWD, FileType, Mode, OFlags, Statx, chownat, linkat, mkdirat, mknodat, openat, readlinkat, renameat_with,
+    symlinkat, unlinkat,
 };
-use rustix::io;
+use rustix::io::{self, Errno};
 
 use super::{Notice, Tree};
+use crate::astray::{About, DOUBTED};
 use crate::caller::{Caller, as_caller, group_to_give};
 use crate::inodes::Node;
-use crate::stamp::{attributes, id_of};
+use crate::mount::Remembered;
+use crate::stamp::{attributes, id_of, look_at};
 
 /// A file and what it is like, given to the kernel.
 pub struct Made {
@@ -32,26 +33,70 @@ impl Made {
 
 impl Tree {
     /// What a name stands for at this moment.
-    pub fn find(&self, parent: INodeNo, name: &OsStr) -> io::Result<Made> {
-        let parent = self.inodes.get(parent)?;
-        self.find_in(&parent, name)
-    }
-
     pub fn find_in(&self, parent: &Node, name: &OsStr) -> io::Result<Made> {
+        // Mostly the kernel knows it, and asks whether it is there still.
+        let stat = look_at(parent, name)?;
+        if let Some(node) = self.inodes.give_again(&stat, parent, name) {
+            return Ok(self.made(node, stat));
+        }
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let place = self.with_room(|| openat(parent, name, flags, Mode::empty()))?;
-        self.made(place, parent, name)
+        let (node, stat) = self.inodes.give(place, parent, name)?;
+        Ok(self.made(node, stat))
     }
 
-    pub fn made(&self, place: OwnedFd, parent: &Node, name: &OsStr) -> io::Result<Made> {
-        let (node, stat) = self.inodes.give(place, parent, name)?;
+    /// A file that the kernel is given.
+    pub fn made(&self, node: Arc<Node>, stat: Statx) -> Made {
         if node.names.is_to_be_told() {
             self.tell(Notice::Superfluous(node.number));
         }
         if self.inodes.is_crowded() {
             self.ask_for_room();
         }
-        Ok(Made { node, stat })
+        Made { node, stat }
+    }
+
+    /// The same for a thread of some program, which may have come to the directory by a way that is not there any more.
+    pub fn find(&self, thread: u32, parent: INodeNo, name: &OsStr) -> io::Result<Made> {
+        let directory = self.inodes.get(parent)?;
+        let found = self.find_in(&directory, name);
+        if self.remembered != Remembered::Directories {
+            return found;
+        }
+        let since = self.inodes.out_of_place(&directory, DOUBTED);
+        match (&found, since) {
+            (Ok(made), since) => self.astray.led(thread, made.node.number, since),
+            (Err(_), Some(since)) => {
+                let is_there = self.inodes.is_where_it_was(&directory, name, DOUBTED);
+                if is_there && self.astray.is_to_be_told(thread, &[since], About::FindNothing) {
+                    return Err(Errno::STALE);
+                }
+            }
+            (Err(_), None) => {}
+        }
+        found
+    }
+
+    /// A thread is about to do something with a file that it was led to, if it is one, and in these directories: whether it is to look for them again.
+    ///
+    /// # Errors
+    /// ESTALE: it is.
+    pub fn comes_to(
+        &self,
+        thread: u32,
+        file: Option<INodeNo>,
+        directories: &[INodeNo],
+        about: About,
+    ) -> io::Result<()> {
+        if self.remembered != Remembered::Directories {
+            return Ok(());
+        }
+        let mut ways: Vec<_> = file.and_then(|file| self.astray.was_led(thread, file)).into_iter().collect();
+        for number in directories {
+            ways.extend(self.inodes.out_of_place(&*self.inodes.get(*number)?, DOUBTED));
+        }
+        ways.dedup();
+        if self.astray.is_to_be_told(thread, &ways, about) { Err(Errno::STALE) } else { Ok(()) }
     }
 
     /// What was made for `caller`, of the group that he has it made with. It stays of another where that cannot be.
@@ -132,7 +177,7 @@ impl Tree {
         if is_directory {
             return unlinkat(&parent, name, AtFlags::REMOVEDIR);
         }
-        let called = look_at(&parent, name);
+        let called = look_at(&*parent, name).ok();
         unlinkat(&parent, name, AtFlags::empty())?;
         self.has_lost(called, &parent, name);
         Ok(())
@@ -156,7 +201,7 @@ impl Tree {
 
     /// A file has just been moved: the kernel knows it by the name it has now, and no more by the one it had.
     fn has_moved(&self, had: (&Node, &OsStr), has: (&Node, &OsStr)) {
-        if let Some(stat) = look_at(has.0, has.1)
+        if let Ok(stat) = look_at(has.0, has.1)
             && let Some(node) = self.inodes.known(id_of(&stat))
         {
             node.names.remove(had.0.number, had.1);
@@ -174,7 +219,7 @@ impl Tree {
     ) -> io::Result<()> {
         let (parent, new_parent) = (self.inodes.get(parent)?, self.inodes.get(new_parent)?);
         let flags = rustix::fs::RenameFlags::from_bits_retain(flags.bits());
-        let replaced = if flags.is_empty() { look_at(&new_parent, new_name) } else { None };
+        let replaced = if flags.is_empty() { look_at(&*new_parent, new_name).ok() } else { None };
         renameat_with(&parent, name, &new_parent, new_name, flags)?;
         self.has_lost(replaced, &new_parent, new_name);
         let (old, new) = ((&*parent, name), (&*new_parent, new_name));
@@ -184,9 +229,4 @@ impl Tree {
         }
         Ok(())
     }
-}
-
-/// What is known of the file of this name.
-fn look_at(parent: &Node, name: &OsStr) -> Option<Statx> {
-    statx(parent, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS).ok()
 }

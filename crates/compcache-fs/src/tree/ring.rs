@@ -18,7 +18,9 @@ use super::directories::Entry;
 use super::names::Made;
 use super::reading::Bytes;
 use super::xattrs::Value;
+use crate::astray::About;
 use crate::caller::Caller;
+use crate::mount::Believed;
 
 /// `enum fuse_opcode`.
 mod opcode {
@@ -111,14 +113,15 @@ impl Tree {
         let (caller, node) = (Caller { uid: asked.uid, gid: asked.gid }, INodeNo(asked.node));
         // Where most that concern something open have them.
         let (handle, offset, length) = (FileHandle(asked.u64_at(0)), asked.u64_at(8), asked.u64_at(16));
+        self.comes(asked)?;
         match asked.opcode {
-            opcode::LOOKUP => self.find(node, name(came)?.0).map(|made| self.entry_out(&made, payload)),
+            opcode::LOOKUP => self.find(asked.thread, node, name(came)?.0).map(|made| self.entry_out(&made, payload)),
             opcode::GETATTR => {
                 let handle = (asked.u32_at(0) & GETATTR_FH != 0).then(|| FileHandle(asked.u64_at(8)));
                 self.attributes_of(node, handle).map(|known| self.attr_out(&known, payload))
             }
             opcode::SETATTR => {
-                let handle = (asked.u32_at(0) & FATTR_FH != 0).then(|| FileHandle(asked.u64_at(8)));
+                let handle = handle_of_changes(asked);
                 self.change(caller, node, handle, &changes(asked)).map(|known| self.attr_out(&known, payload))
             }
             opcode::READLINK => self.target_of(node).map(|target| put(payload, &[&target])),
@@ -191,9 +194,13 @@ impl Tree {
             opcode::READDIRPLUS => {
                 let mut out = Names::new(payload, asked.u32_at(16));
                 self.list_with_attributes(handle, offset, |entry, next, name| match entry {
-                    Entry::Known(known, generation) => {
-                        out.add(&self.entry_bytes(known, generation), known.ino, next, known.kind, name)
-                    }
+                    Entry::Known(known, generation) => out.add(
+                        &entry_bytes(known, generation, &self.remembered.of(known.kind, true)),
+                        known.ino,
+                        next,
+                        known.kind,
+                        name,
+                    ),
                     // Without a node the kernel takes the name alone.
                     Entry::Named(number, kind, _) => out.add(&[0; ENTRY_BYTES], number, next, kind, name),
                 })?;
@@ -221,28 +228,37 @@ impl Tree {
         }
     }
 
-    fn entry_out(&self, made: &Made, payload: &mut [u8]) -> usize {
-        put(payload, &[&self.entry_bytes(&made.attributes(), made.node.generation)])
+    /// Whether who asks is to look again for what he came to.
+    fn comes(&self, asked: &Asked) -> io::Result<()> {
+        let (node, other) = (INodeNo(asked.node), INodeNo(asked.u64_at(0)));
+        let (file, directories, about): (_, &[_], _) = match asked.opcode {
+            opcode::SYMLINK
+            | opcode::MKNOD
+            | opcode::MKDIR
+            | opcode::UNLINK
+            | opcode::RMDIR
+            | opcode::CREATE
+            | opcode::OPENDIR => (None, &[node], About::Do),
+            opcode::RENAME | opcode::RENAME2 => (None, &[node, other], About::Do),
+            opcode::LINK => (Some(other), &[node], About::Do),
+            opcode::OPEN => (Some(node), &[], About::Do),
+            opcode::READLINK => (Some(node), &[], About::GoOn),
+            opcode::SETATTR if changes(asked).are_by_path(handle_of_changes(asked)) => (Some(node), &[], About::Do),
+            _ => return Ok(()),
+        };
+        self.comes_to(asked.thread, file, directories, about)
     }
 
-    /// `fuse_entry_out`.
-    fn entry_bytes(&self, known: &FileAttr, generation: u64) -> [u8; ENTRY_BYTES] {
-        let (seconds, fraction) = self.believed();
-        let mut entry = [0; ENTRY_BYTES];
-        let (number, generation) = (known.ino.0.to_ne_bytes(), generation.to_ne_bytes());
-        put(&mut entry, &[&number, &generation, &seconds, &seconds, &fraction, &fraction, &attr(known)]);
-        entry
+    fn entry_out(&self, made: &Made, payload: &mut [u8]) -> usize {
+        let known = made.attributes();
+        let believed = self.believed(&made.node, known.kind);
+        put(payload, &[&entry_bytes(&known, made.node.generation, &believed)])
     }
 
     /// `fuse_attr_out`.
     fn attr_out(&self, known: &FileAttr, payload: &mut [u8]) -> usize {
-        let (seconds, fraction) = self.believed();
+        let (seconds, fraction) = seconds(self.believed_asked(known));
         put(payload, &[&seconds, &fraction, &[0; 4], &attr(known)])
-    }
-
-    /// For how long: seconds, nanoseconds.
-    fn believed(&self) -> ([u8; 8], [u8; 4]) {
-        (self.remembered.as_secs().to_ne_bytes(), self.remembered.subsec_nanos().to_ne_bytes())
     }
 
     /// `fuse_statfs_out`.
@@ -252,6 +268,21 @@ impl Tree {
         let sizes = [stat.f_bsize, stat.f_namemax, stat.f_frsize].map(|size| (size as u32).to_ne_bytes());
         Ok(put(payload, &[counts.as_flattened(), sizes.as_flattened(), &[0; 28]]))
     }
+}
+
+/// `fuse_entry_out`.
+fn entry_bytes(known: &FileAttr, generation: u64, believed: &Believed) -> [u8; ENTRY_BYTES] {
+    let (name, attributes) = (seconds(believed.name), seconds(believed.attributes));
+    let (seconds, fractions) = ([name.0, attributes.0], [name.1, attributes.1]);
+    let mut entry = [0; ENTRY_BYTES];
+    let (number, generation) = (known.ino.0.to_ne_bytes(), generation.to_ne_bytes());
+    put(&mut entry, &[&number, &generation, seconds.as_flattened(), fractions.as_flattened(), &attr(known)]);
+    entry
+}
+
+/// Whole ones, and nanoseconds.
+fn seconds(time: Duration) -> ([u8; 8], [u8; 4]) {
+    (time.as_secs().to_ne_bytes(), time.subsec_nanos().to_ne_bytes())
 }
 
 /// A name, which ends with a zero, and what follows it.
@@ -271,6 +302,11 @@ fn put(into: &mut [u8], parts: &[&[u8]]) -> usize {
 }
 
 /// Of `fuse_setattr_in`.
+fn handle_of_changes(asked: &Asked) -> Option<FileHandle> {
+    (asked.u32_at(0) & FATTR_FH != 0).then(|| FileHandle(asked.u64_at(8)))
+}
+
+/// The same.
 fn changes(asked: &Asked) -> Changes {
     let valid = asked.u32_at(0);
     let number = |flag, offset| (valid & flag != 0).then(|| asked.u32_at(offset));

@@ -26,6 +26,7 @@
 //! | `mount_below.rs`   | what special file systems below do, run out of room for one, it does too                     |
 //! | `mount_posix.rs`   | a mounted tree answers as the tree itself, errno for errno                               |
 //! | `mount_passthrough.rs` | files that the kernel reads and writes by itself are what they are to all others             |
+//! | `mount_moved.rs`   | paths lead to what is there, though directories are believed to be where they were for a moment |
 //! | `mount_network.rs` | most of it once more where the tree lies on NFS, in an emulated machine                     |
 //! | `mount_user.rs`    | a user without root's rights mounts, unmounts, and cleans up                               |
 //! | `ublk_disks.rs`    | the same over ublk, in an emulated machine whose kernel has it                           |
@@ -58,6 +59,7 @@ mod mount_below;
 mod mount_clients;
 mod mount_commands;
 mod mount_files;
+mod mount_moved;
 mod mount_network;
 mod mount_passthrough;
 mod mount_posix;

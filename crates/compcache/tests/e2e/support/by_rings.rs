@@ -15,7 +15,8 @@ use super::Guard;
 const BY_RINGS: &str = "COMPCACHE_TEST_BY_RINGS";
 const PARAMETER: &str = "/sys/module/fuse/parameters/enable_uring";
 
-fn are_meant() -> bool {
+/// Whether that is how trees are served.
+pub fn are_meant() -> bool {
     env::var_os(BY_RINGS).is_some()
 }
 
