@@ -17,6 +17,7 @@
 use std::cell::Cell;
 use std::process::abort;
 use std::sync::LazyLock;
+use std::sync::atomic::Ordering::Relaxed;
 
 use fuser::Request;
 use rustix::fs::{AtFlags, CWD, Mode, chmodat};
@@ -176,6 +177,7 @@ fn drop_suid(node: &Node) -> io::Result<()> {
     if mode.contains(Mode::SUID) || is_run_as_group {
         let dropped = if is_run_as_group { Mode::SUID | Mode::SGID } else { Mode::SUID };
         chmodat(CWD, node.path(), mode - dropped, AtFlags::empty())?;
+        node.has_lost_set_id.store(true, Relaxed);
     }
     Ok(())
 }

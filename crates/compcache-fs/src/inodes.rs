@@ -81,6 +81,8 @@ pub struct Node {
     pub kept: Mutex<Kept>,
     /// Whether the kernel may have whole pages of it: some were read, or written, since it was last to forget them.
     pub has_pages: AtomicBool,
+    /// It has lost set-user-ID or set-group-ID, and the kernel was not told.
+    pub has_lost_set_id: AtomicBool,
     /// Where the kernel writes back: the last time that it has given the file.
     pub modified: Modified,
     /// How it is open.
@@ -91,9 +93,20 @@ impl Node {
     fn new(number: INodeNo, stat: &Statx, limits: StatVfsMountFlags, fd: OwnedFd) -> Node {
         let (id, generation, mount) = (id_of(stat), generation_of(stat), mount_of(stat));
         let names = Names::new(FileType::from_raw_mode(stat.stx_mode.into()).is_dir());
-        let (kept, has_pages, modified) = (Mutex::default(), AtomicBool::new(false), Modified::default());
-        let ways = Ways::default();
-        Node { number, id, generation, mount, limits, fd, names, kept, has_pages, modified, ways }
+        Node {
+            number,
+            id,
+            generation,
+            mount,
+            limits,
+            fd,
+            names,
+            kept: Mutex::default(),
+            has_pages: AtomicBool::new(false),
+            has_lost_set_id: AtomicBool::new(false),
+            modified: Modified::default(),
+            ways: Ways::default(),
+        }
     }
 
     /// The kernel itself has changed the file, which is this now.

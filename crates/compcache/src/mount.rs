@@ -35,6 +35,8 @@ use crate::size::{Shown, Size};
 const KIND: &str = "fuse.compcache";
 const OLDEST_THAT_WRITES_BACK: (u32, u32) = (6, 6);
 const OLDEST_THAT_PASSES: (u32, u32) = (6, 9);
+/// Nobody else changes such a tree; what the kernel has not looked up for a while it may as well.
+const EXCLUSIVE_REMEMBERED: Duration = Duration::from_secs(60);
 
 /// Mounts, and serves until it is unmounted. `arguments` are all that this program was given.
 pub fn mount(args: MountArgs, arguments: &[OsString]) -> ExitCode {
@@ -81,7 +83,7 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
         forbidden,
         whole_bytes: ram_here,
         remembered: match args.remember {
-            None if args.exclusive => Remembered::Everything(Duration::from_secs(1)),
+            None if args.exclusive => Remembered::Everything(EXCLUSIVE_REMEMBERED),
             None => Remembered::Directories,
             Some(0.0) => Remembered::Nothing,
             Some(seconds) => Remembered::Everything(Duration::from_secs_f64(seconds)),

@@ -80,11 +80,9 @@ impl Tree {
         let open = |how| self.past_leases(caller, how, |how| self.inodes.reach(&node, how));
         let (fd, only_appends) = self.with_room(|| self.as_allowed(flags, open))?;
         let opened = self.opened(caller, fd, only_appends, node, flags)?;
-        if self.remembered == Remembered::Directories
-            && let Some(connection) = self.connection.get()
-        {
-            // What was looked up is believed of what nobody has open. Should the kernel not know the file, it does not know that either.
-            let _ = forget_attributes(connection, number);
+        if self.remembered == Remembered::Directories {
+            // What was looked up is believed of what nobody has open.
+            self.has_other_attributes(number);
         }
         Ok(opened)
     }
@@ -125,6 +123,27 @@ impl Tree {
             .opened(caller, fd, only_appends, made.node.clone(), flags)
             .inspect_err(|_| self.inodes.forget(made.node.number, 1))?;
         Ok((made, handle, how))
+    }
+
+    /// The kernel is not to believe any more what a file is like.
+    fn has_other_attributes(&self, number: INodeNo) {
+        // Should it not know the file, it does not know that either.
+        let _ = self.connection.get().map(|connection| forget_attributes(connection, number));
+    }
+
+    /// Does what takes room in a file, as [`taking_room`] does; the kernel, which does not see that set-user-ID goes by that, is told.
+    fn taking_room<T>(
+        &self,
+        caller: Caller,
+        drops: bool,
+        node: &Node,
+        change: impl FnMut() -> io::Result<T>,
+    ) -> io::Result<T> {
+        let changed = taking_room(caller, drops, node, change);
+        if node.has_lost_set_id.swap(false, Relaxed) {
+            self.has_other_attributes(node.number);
+        }
+        changed
     }
 
     /// Opens the file that has this name already. What is no regular file is the kernel's to open, which is told that it knew another (ESTALE), and looks
@@ -307,7 +326,7 @@ impl Tree {
         if !appends {
             let bytes = (offset_bytes, offset_bytes.saturating_add(from.len() as u64));
             let write = if writes_back { lower::write_back } else { lower::write };
-            let write = || taking_room(caller, drops_suid, &open.node, || write(&open.fd, offset_bytes, from));
+            let write = || self.taking_room(caller, drops_suid, &open.node, || write(&open.fd, offset_bytes, from));
             let write = || write().inspect(|_| self.keep_time(&open));
             return self.writing_pages(&open.node, bytes, write, |written| (offset_bytes, &from[..*written]));
         }
@@ -316,7 +335,7 @@ impl Tree {
         let is_direct = goes_past || flags.0 as u32 & OFlags::DIRECT.bits() != 0;
         let append = if is_direct { lower::append_all } else { lower::append };
         let append = || {
-            let append = || taking_room(caller, drops_suid, &open.node, || append(&open.fd, from));
+            let append = || self.taking_room(caller, drops_suid, &open.node, || append(&open.fd, from));
             self.append(&open, offset_bytes, from, append)
         };
         if is_direct {
@@ -370,6 +389,10 @@ impl Tree {
     pub fn close_file(&self, handle: FileHandle) {
         let Some(open) = self.files.remove(handle) else { return };
         self.ahead.close(&open);
+        if open.writes && open.way != Way::Served && open.opener.uid != 0 {
+            // The kernel may have taken set-user-ID from the file below.
+            self.has_other_attributes(open.node.number);
+        }
         if let Some(ended) = open.node.ways.close(open.way, || self.forget_all(&open.node)) {
             self.backings.close(ended.backing);
             if ended.is_to_be_told {
@@ -412,7 +435,7 @@ impl Tree {
         let mode = FallocateFlags::from_bits_retain(mode as u32);
         let bytes = (offset_bytes, offset_bytes.saturating_add(length_bytes));
         let allocate = || fallocate(&open.fd, mode, offset_bytes, length_bytes);
-        let allocate = || taking_room(caller, caller.uid != 0, &open.node, allocate);
+        let allocate = || self.taking_room(caller, caller.uid != 0, &open.node, allocate);
         self.writing(&open.node, bytes, || allocate().inspect(|()| self.keep_time(&open)))
     }
 
@@ -428,7 +451,7 @@ impl Tree {
         let length = length_bytes.min(COPY_BYTES_MAX) as usize;
         let bytes = (to, to.saturating_add(length as u64));
         let copy = || copy_file_range(&source.fd, Some(&mut from), &target.fd, Some(&mut to), length);
-        let copy = || taking_room(caller, caller.uid != 0, &target.node, copy);
+        let copy = || self.taking_room(caller, caller.uid != 0, &target.node, copy);
         self.writing(&target.node, bytes, || copy().inspect(|_| self.keep_time(&target)))
     }
 

@@ -1,4 +1,4 @@
-//! Directories that are moved and replaced behind the mount, though the kernel believes for some milliseconds that they are where they were.
+//! Directories that are moved and replaced behind the mount, though the kernel believes for some milliseconds that they are where they were; and what else it believes of files.
 //!
 //! Each trial is made right after the directory was replaced, so that nothing but asking finds it out; what the kernel believes then is refreshed before.
 
@@ -7,7 +7,7 @@ use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, symlink};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread;
@@ -18,6 +18,7 @@ use rustix::fs::{
     symlinkat, unlinkat,
 };
 
+use crate::mount_posix::as_user;
 use crate::support::{PATIENCE, Tree, by_rings, can_mount};
 
 const ROUNDS: usize = 40;
@@ -343,6 +344,36 @@ fn what_a_file_is_like_is_seen_at_once_and_a_directory_soon() {
         thread::sleep(Duration::from_millis(1));
     }
     two.tree.unmount();
+}
+
+#[test]
+fn set_user_id_goes_at_once_also_where_attributes_are_believed() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let all: [&[&str]; 4] = [
+        &["--exclusive"],
+        &["--exclusive", "--writeback-cache"],
+        &["--passthrough", "none"],
+        &["--passthrough", "write-only"],
+    ];
+    for flags in all {
+        let mut tree = Tree::mounted(&[&["--allow-other", "--remember", "60"], flags].concat());
+        let path = tree.target().join("f");
+        fs::write(&path, "text").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o6777)).unwrap();
+        let mode = || fs::metadata(&path).unwrap().mode() & 0o7777;
+        assert_eq!(mode(), 0o6777);
+        let append = || File::options().append(true).open(&path).unwrap().write_all(b"more");
+        as_user(1001, 1001, append).unwrap();
+        // What was passed is known once the kernel has said that it was closed.
+        let begun = Instant::now();
+        while mode() != 0o777 {
+            assert!(flags[1..] == ["write-only"] && begun.elapsed() < PATIENCE, "{flags:?}: {:o}", mode());
+            thread::sleep(Duration::from_millis(1));
+        }
+        tree.unmount();
+    }
 }
 
 /// Requests that were served so far: each is read by a call of its own.
