@@ -71,16 +71,16 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     kept.finish(measured, record)
 }
 
-/// Seconds of each step, by side and round.
+/// Seconds of each step, by round and side.
 type Times = Vec<Vec<Option<[f64; STEPS.len()]>>>;
 
 fn measure(bench: &Bench, options: &Options, archive: (&Path, u64), rounds: usize, kept: &mut Record) -> Result<()> {
     let (archive, bytes) = archive;
     // And as much for git, which keeps compressed copies, and for files that are larger on a disk.
     let disk = Disk::make(bench, 3 * bytes + (32 << 20), Throttle::default())?;
-    let mut times: Times = vec![vec![None; rounds]; options.sides.len()];
+    let mut times: Times = vec![vec![None; options.sides.len()]; rounds];
     let mut missing = vec![false; options.sides.len()];
-    for round in 0..rounds {
+    for (round, times) in times.iter_mut().enumerate() {
         for side in turns(options.sides.len(), round) {
             if missing[side] {
                 continue;
@@ -101,7 +101,7 @@ fn measure(bench: &Bench, options: &Options, archive: (&Path, u64), rounds: usiz
                             "cpu_s": cost.cpu_s, "server_cpu_s": cost.server_cpu_s,
                         }));
                     }
-                    times[side][round] = Some(steps.map(|cost| cost.wall_s));
+                    times[side] = Some(steps.map(|cost| cost.wall_s));
                 }
             }
         }
@@ -210,14 +210,14 @@ fn make_archive(directory: &Path, files: usize, kept: &mut Record) -> Result<(Pa
 
 /// Of one step: how many times as long it took as without.
 fn ratios(times: &Times, side: usize, step: usize) -> Option<Spread> {
-    let of = |side: usize| times[side].iter().map(|round| Some(round.as_ref()?[step])).collect::<Vec<_>>();
+    let of = |side: usize| times.iter().map(|round| Some(round[side]?[step])).collect::<Vec<_>>();
     Spread::of_ratios(&of(side), &of(0))
 }
 
 fn print(sides: &[Keeper], times: &Times, kept: &mut Record) {
     let mut table = Table::new(&[&["side"], STEPS.as_slice()].concat());
     for (side, keeper) in sides.iter().enumerate() {
-        let seconds = |step| Spread::of(times[side].iter().flatten().map(|round: &[f64; STEPS.len()]| round[step]));
+        let seconds = |step: usize| Spread::of(times.iter().filter_map(|round| Some(round[side]?[step])));
         let shown = (0..STEPS.len()).map(|step| cell(seconds(step).map(|spread| format!("{spread:.3} s"))));
         table.line([keeper.to_string()].into_iter().chain(shown));
         if side > 0 {
@@ -248,7 +248,7 @@ mod tests {
 
     #[test]
     fn what_was_not_measured_on_either_side_counts_for_no_ratio() {
-        let times = vec![vec![Some([1.0; 5]), None, Some([2.0; 5])], vec![Some([3.0; 5]), Some([9.0; 5]), None]];
+        let times = vec![vec![Some([1.0; 5]), Some([3.0; 5])], vec![None, Some([9.0; 5])], vec![Some([2.0; 5]), None]];
         assert_eq!(ratios(&times, 1, 0), Spread::of([3.0]));
         let sides = ["plain", "mount"].map(|word| word.parse().unwrap());
         assert_eq!(targets(&sides, &times).iter().map(Target::met).collect::<Vec<_>>(), [Some(false); 2]);
