@@ -27,17 +27,18 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use compcache_cache::FileId;
 use fuser::INodeNo;
 use rustix::fs::{CWD, FileType, Mode, OFlags, StatVfsMountFlags, Statx, fstatfs, fstatvfs, openat};
 use rustix::io::{self, Errno};
 
+use crate::astray::Way;
 use crate::kept::Kept;
 use crate::modified::Modified;
 use crate::names::{Given, Names};
@@ -59,6 +60,8 @@ const COUNTED: u64 = 0xffff << DEVICE_SHIFT;
 const REMOTE: [u32; 7] = [0x6969, 0xff53_4d42, 0xfe53_4d42, 0x00c3_6400, 0x5346_414f, 0x6b41_4653, 0x0102_1997];
 /// And those that have nothing to say when a file is closed: ext2 to 4, XFS, btrfs, F2FS and tmpfs.
 const SILENT: [u32; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0x0102_1994];
+/// Others' servers, which may give a file another number whenever it is looked up.
+const FUSE: u32 = 0x6573_5546;
 /// All upper bits but theirs.
 const UPPERS: usize = 0xffff;
 
@@ -73,6 +76,8 @@ pub struct Node {
     /// Which mount it was found on, and what that forbids and the kernel above does not: nothing on the root's, which ours is like.
     mount: u64,
     pub limits: StatVfsMountFlags,
+    /// Whether its file system calls a directory the same whenever it is looked up, as far as is known.
+    pub is_steady: bool,
     /// Opened with O_PATH: good for what takes a place in the tree, not for contents.
     fd: OwnedFd,
     /// Where it was found.
@@ -90,7 +95,7 @@ pub struct Node {
 }
 
 impl Node {
-    fn new(number: INodeNo, stat: &Statx, limits: StatVfsMountFlags, fd: OwnedFd) -> Node {
+    fn new(number: INodeNo, stat: &Statx, limits: StatVfsMountFlags, is_steady: bool, fd: OwnedFd) -> Node {
         let (id, generation, mount) = (id_of(stat), generation_of(stat), mount_of(stat));
         let names = Names::new(FileType::from_raw_mode(stat.stx_mode.into()).is_dir());
         Node {
@@ -99,6 +104,7 @@ impl Node {
             generation,
             mount,
             limits,
+            is_steady,
             fd,
             names,
             kept: Mutex::default(),
@@ -112,6 +118,13 @@ impl Node {
     /// The kernel itself has changed the file, which is this now.
     pub fn follow(&self, stat: &Statx) {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner).follow(stamp_of(stat));
+    }
+
+    /// The kernel is given it there. The root, where it is mounted below itself, is where it is all the same.
+    fn is_found(&self, parent: &Node, name: &OsStr) {
+        if self.number != INodeNo::ROOT {
+            self.names.add(parent.number, name);
+        }
     }
 
     /// What is known of the file now.
@@ -225,7 +238,7 @@ impl Inodes {
         let fd = openat(CWD, source, directory, Mode::empty())?;
         let stat = look(&fd)?;
         let id = id_of(&stat);
-        let root = Arc::new(Node::new(INodeNo::ROOT, &stat, StatVfsMountFlags::empty(), fd));
+        let root = Arc::new(Node::new(INodeNo::ROOT, &stat, StatVfsMountFlags::empty(), true, fd));
         let mut table = Table::new(id.dev);
         table.by_id.insert(id, INodeNo::ROOT.0);
         // Never forgotten.
@@ -276,39 +289,75 @@ impl Inodes {
         }
         let number = *table.by_id.get(&id)?;
         let known = table.by_number.get_mut(&number)?;
+        if known.node.generation != generation_of(stat) {
+            return None;
+        }
         known.lookups += 1;
         let node = known.node.clone();
         drop(table);
-        node.names.add(parent.number, name);
+        node.is_found(parent, name);
         Some(node)
     }
 
-    /// Whether a directory is not where the kernel was given it, or one of those above it, as far as they were given within `time`: when that one was given.
-    pub fn out_of_place(&self, directory: &Node, time: Duration) -> Option<Instant> {
-        let (mut given, mut id) = (directory.names.given_within(time), directory.id);
-        while let Some(Given { place: (parent, name), when }) = given {
-            // Forgotten by the kernel, nobody comes from there.
-            let parent = self.get(parent).ok()?;
-            if id_at(&*parent, &name) != Ok(id) {
-                return Some(when);
+    /// Whether a directory is not where the kernel was given it, or one of those above it, as far as they were given within `time`.
+    pub fn out_of_place(&self, directory: &Node, time: Duration) -> Option<Way> {
+        // A directory that is mounted below itself is above itself.
+        let mut seen = vec![directory.number];
+        let (mut all, mut id, mut doubtful) = (directory.names.given_within(time), directory.id, None);
+        while let Some(last) = all.pop() {
+            let is_gone = |given: &Given| {
+                // Forgotten by the kernel, nobody comes from there.
+                let parent = self.get(given.place.0).ok()?;
+                match id_at(&*parent, &given.place.1) {
+                    Ok(found) => (found != id).then_some(given.when),
+                    Err(Errno::NOENT | Errno::NOTDIR) => Some(given.when),
+                    // Whatever else it is, it says nothing of where the directory is.
+                    Err(_) => None,
+                }
+            };
+            if let Some(since) = is_gone(&last) {
+                return Some(Way { since, is_certain: true });
             }
-            (given, id) = (parent.names.given_within(time), parent.id);
+            // That it was found elsewhere since then, the kernel may not have heard yet.
+            doubtful = doubtful.or_else(|| all.iter().find_map(is_gone));
+            let Ok(parent) = self.get(last.place.0) else { break };
+            if seen.contains(&parent.number) {
+                break;
+            }
+            seen.push(parent.number);
+            (all, id) = (parent.names.given_within(time), parent.id);
         }
-        None
+        doubtful.map(|since| Way { since, is_certain: false })
     }
 
-    /// Whether there is something of this name where the kernel was given a directory within `time`, be that the directory or another.
+    /// Whether there is something of this name where the kernel was last given a directory within `time`, be that the directory or another, or a symbolic link on the way there.
     pub fn is_where_it_was(&self, directory: &Node, name: &OsStr, time: Duration) -> bool {
-        let (mut names, mut given) = (vec![name.to_owned()], directory.names.given_within(time));
+        let last_of = |node: &Node| node.names.given_within(time).pop();
+        let (mut seen, mut names, mut given) = (vec![directory.number], Vec::new(), last_of(directory));
         let mut above = None;
         while let Some(Given { place: (parent, name), .. }) = given {
             let Ok(parent) = self.get(parent) else { break };
+            if seen.contains(&parent.number) {
+                break;
+            }
+            seen.push(parent.number);
             names.push(name);
-            given = parent.names.given_within(time);
+            given = last_of(&parent);
             above = Some(parent);
         }
-        let path: PathBuf = names.iter().rev().collect();
-        above.is_some_and(|above| id_at(&*above, path.as_os_str()).is_ok())
+        // Step by step: a link might lead anywhere, and into our own mount.
+        let Some(above) = above else { return false };
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mut at = None;
+        for name in names.iter().rev() {
+            let from = at.as_ref().map_or_else(|| above.as_fd(), OwnedFd::as_fd);
+            let Ok(next) = openat(from, name, flags, Mode::empty()) else { return false };
+            if look(&next).is_ok_and(|stat| FileType::from_raw_mode(stat.stx_mode.into()).is_symlink()) {
+                return true;
+            }
+            at = Some(next);
+        }
+        at.is_some_and(|at| id_at(&at, name).is_ok())
     }
 
     /// The same as [`Inodes::give`] of a file that looks like this.
@@ -318,6 +367,7 @@ impl Inodes {
         let is_beside = mount_of(stat) == parent.mount;
         // Asked outside the lock: the answer may come from a file server.
         let limits = if is_beside { parent.limits } else { limits_of(&fd) };
+        let is_steady = self.kind(id, &fd) != FUSE;
         let mut table = self.lock();
         if let Some(number) = table.by_id.get(&id).copied().filter(|number| Some(*number) != dead)
             && let Some(known) = table.by_number.get_mut(&number)
@@ -325,19 +375,19 @@ impl Inodes {
             known.lookups += 1;
             let node = known.node.clone();
             drop(table);
-            node.names.add(parent.number, name);
+            node.is_found(parent, name);
             return node;
         }
         let number = if dead.is_some() { self.next_counted() } else { self.number(&mut table, id) };
         // The kernel still calls another by the number that this one would have: one that is dead, whoever is known by its identity since.
         let number = if table.by_number.contains_key(&number) { self.next_counted() } else { number };
         let is_directory = FileType::from_raw_mode(stat.stx_mode.into()).is_dir();
-        let node = Arc::new(Node::new(INodeNo(number), stat, limits, fd));
+        let node = Arc::new(Node::new(INodeNo(number), stat, limits, is_steady, fd));
         table.by_id.insert(id, number);
         let met = (!is_directory).then(|| table.meet(number));
         table.by_number.insert(number, Known { node: node.clone(), lookups: 1, met });
         drop(table);
-        node.names.add(parent.number, name);
+        node.is_found(parent, name);
         node
     }
 

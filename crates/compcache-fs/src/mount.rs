@@ -83,7 +83,7 @@ pub struct MountOptions {
 pub enum Remembered {
     /// Nothing: it asks each time, and sees at once what changes behind the mount.
     Nothing,
-    /// Where directories are and what they are like, for some milliseconds. What is opened, made, moved or removed is what the path leads to by then, all the same (`astray.rs`).
+    /// Where directories are and what they are like, and what a file is like that nobody has open, for some milliseconds. What is opened, made, moved or removed is what the path leads to by then, all the same (`astray.rs`).
     Directories,
     /// Everything, for so long.
     Everything(Duration),
@@ -379,7 +379,11 @@ fn places(options: &MountOptions) -> Result<(PathBuf, PathBuf), FsError> {
     let whole = |path: &Path| {
         let path = fs::canonicalize(path)?;
         // The kernel may believe for a while what a server that is dead by now has said of its root; this it asks always.
-        statvfs(&path)?;
+        if let Err(error) = statvfs(&path).map_err(io::Error::from)
+            && is_dead(&error)
+        {
+            return Err(error);
+        }
         if fs::metadata(&path)?.is_dir() { Ok(path) } else { Err(io::Error::from(ErrorKind::NotADirectory)) }
     };
     let named = |error: io::Error, path: &Path| {

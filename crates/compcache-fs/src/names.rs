@@ -2,7 +2,7 @@
 //!
 //! To have it forget a file, it must be told to forget each name it looked up: every one of them holds the file. It does not say when it forgets a
 //! name alone, so this may be more than it knows, but never less: what has come to have too many names has the oldest forgotten
-//! ([`Names::take_superfluous`]). Directories are never to be forgotten; of one it is known where the kernel was last given it, which is where it believes it to be.
+//! ([`Names::take_superfluous`]). Directories are never to be forgotten; of one it is known where the kernel was given it of late, and may believe it to be.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
@@ -26,16 +26,20 @@ pub struct Known {
     told: bool,
 }
 
-/// The one of a directory, and when it was given.
+/// One of a directory, and when the kernel was last given it there.
 #[derive(Clone)]
 pub struct Given {
     pub place: Place,
     pub when: Instant,
 }
 
+/// The most places that are kept of a directory.
+const GIVEN_MOST: usize = 8;
+
 pub enum Names {
     OfFile(Mutex<Known>),
-    OfDirectory(Mutex<Option<Given>>),
+    /// The last one last.
+    OfDirectory(Mutex<Vec<Given>>),
 }
 
 impl Names {
@@ -59,14 +63,16 @@ impl Names {
 
     /// It is not called so any more, and the kernel knows.
     pub fn remove(&self, parent: INodeNo, name: &OsStr) {
-        let Some(mut known) = self.of_file() else { return };
-        known.places.retain(|place| !is(place, parent, name));
+        match self {
+            Names::OfFile(known) => lock(known).places.retain(|place| !is(place, parent, name)),
+            Names::OfDirectory(given) => lock(given).retain(|given| !is(&given.place, parent, name)),
+        }
     }
 
-    /// Where and when the kernel was given a directory, if that was not so long ago.
-    pub fn given_within(&self, time: Duration) -> Option<Given> {
-        let Names::OfDirectory(given) = self else { return None };
-        lock(given).as_ref().filter(|given| given.when.elapsed() < time).cloned()
+    /// Where and when the kernel was given a directory, if that was not so long ago; the last one last.
+    pub fn given_within(&self, time: Duration) -> Vec<Given> {
+        let Names::OfDirectory(given) = self else { return Vec::new() };
+        lock(given).iter().filter(|given| given.when.elapsed() < time).cloned().collect()
     }
 
     /// Whether somebody is to be told that there are too many; once, until he has [taken](Names::take_superfluous) them.
@@ -93,12 +99,19 @@ impl Names {
     }
 }
 
-fn give(given: &mut Option<Given>, parent: INodeNo, name: &OsStr) {
+fn give(all: &mut Vec<Given>, parent: INodeNo, name: &OsStr) {
     let when = Instant::now();
-    match given {
-        Some(given) if is(&given.place, parent, name) => given.when = when,
-        given => *given = Some(Given { place: (parent, name.to_owned()), when }),
+    if let Some(last) = all.last_mut().filter(|given| is(&given.place, parent, name)) {
+        last.when = when;
+        return;
     }
+    all.retain(|given| !is(&given.place, parent, name));
+    if all.len() == GIVEN_MOST {
+        all.remove(0);
+    }
+    // Mostly there is only one.
+    all.reserve_exact(1);
+    all.push(Given { place: (parent, name.to_owned()), when });
 }
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -136,18 +149,23 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_is_where_it_was_given_last_for_a_while() {
+    fn a_directory_is_where_it_was_given_for_a_while() {
         let names = Names::new(true);
-        let given = |names: &Names, time| names.given_within(time).map(|given| given.place);
-        let place = || given(&names, Duration::from_secs(60));
-        assert_eq!(place(), None);
-        names.add(INodeNo(7), OsStr::new("one"));
-        names.add(INodeNo(8), OsStr::new("two"));
-        assert_eq!(place(), Some((INodeNo(8), "two".into())));
-        assert_eq!(given(&names, Duration::ZERO), None);
+        let within = |time| names.given_within(time).into_iter().map(|given| given.place).collect::<Vec<_>>();
+        let places = || within(Duration::from_secs(60));
+        assert_eq!(places(), []);
+        let place = |number: u64| (INodeNo(number), OsString::from(number.to_string()));
+        let give = |number| names.add(place(number).0, &place(number).1);
+        [1, 2, 1, 1].into_iter().for_each(give);
+        assert_eq!(places(), [place(2), place(1)], "the last one last");
+        assert_eq!(within(Duration::ZERO), []);
+        names.remove(place(2).0, &place(2).1);
+        assert_eq!(places(), [place(1)]);
+        (10..20).for_each(give);
+        assert_eq!(places(), (12..20).map(place).collect::<Vec<_>>());
         let file = Names::new(false);
         file.add(INodeNo(7), OsStr::new("one"));
-        assert_eq!(given(&file, Duration::from_secs(60)), None);
+        assert!(file.given_within(Duration::from_secs(60)).is_empty());
     }
 
     #[test]

@@ -76,6 +76,8 @@ struct Open {
     may_be_mapped: bool,
     /// So the kernel is to be told to forget the file, and somebody knows.
     told: bool,
+    /// The kernel was told what the file is like, and may believe it.
+    is_believed: bool,
 }
 
 #[derive(Debug)]
@@ -102,10 +104,17 @@ impl Ways {
         open.passed.is_some() || open.may_be_mapped
     }
 
-    /// Whether any handle is open, as far as is known here.
-    pub fn are_open(&self) -> bool {
-        let open = self.lock();
-        open.served > 0 || open.passed.is_some()
+    /// The kernel is about to be told what the file is like; whether it may believe that for a while: not while any handle is open.
+    pub fn may_be_believed(&self) -> bool {
+        let mut open = self.lock();
+        let may_be = open.served == 0 && open.passed.is_none();
+        open.is_believed |= may_be;
+        may_be
+    }
+
+    /// A handle was opened; whether the kernel may still believe what it was told before.
+    pub fn were_believed(&self) -> bool {
+        mem::take(&mut self.lock().is_believed)
     }
 
     /// A handle is closed. If it was the last of a file that was passed through, `forget` is called before it may be served again.
@@ -296,7 +305,7 @@ mod tests {
         let backings = Backings::new(Passthrough::WriteOnly);
         let (first, other) = (Caller { uid: 1, gid: 1 }, Caller { uid: 2, gid: 2 });
         let passed = Some(Passed { backing: 7, opener: first, handles: 1 });
-        let ways = Ways(Mutex::new(Open { served: 0, passed, may_be_mapped: false, told: false }));
+        let ways = Ways(Mutex::new(Open { served: 0, passed, may_be_mapped: false, told: false, is_believed: false }));
         let file = OwnedFd::from(tempfile::tempfile().unwrap());
         let open = |caller, how| backings.open(&ways, (&file, 5), caller, how).unwrap();
         assert_eq!(open(first, (OFlags::WRONLY, false)), Way::Passed(7));

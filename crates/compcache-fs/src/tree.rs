@@ -234,9 +234,13 @@ impl Tree {
         }
     }
 
-    /// How long the kernel may believe what it is told of a file that it is given.
-    fn believed(&self, node: &Node, kind: FileType) -> Believed {
-        self.remembered.of(kind, node.ways.are_open())
+    /// How long the kernel may believe what it is told of a file that it is given. What a file is like, only if it has looked that up: other answers it takes also if it was told to
+    /// forget it meanwhile.
+    fn believed(&self, node: &Node, kind: FileType, is_looked_up: bool) -> Believed {
+        if self.remembered == Remembered::Directories && kind == FileType::Directory && !node.is_steady {
+            return Remembered::Nothing.of(kind, true);
+        }
+        self.remembered.of(kind, !is_looked_up || !node.ways.may_be_believed())
     }
 
     /// The same of what a file is like, when it asks for that; it may be open.
@@ -249,10 +253,10 @@ impl Tree {
         let _ = self.notices.send(notice);
     }
 
-    fn entry(&self, reply: ReplyEntry, made: io::Result<Made>) {
+    fn entry(&self, reply: ReplyEntry, made: io::Result<Made>, is_looked_up: bool) {
         let made = answered!(reply, made);
         let (attributes, generation) = (made.attributes(), Generation(made.node.generation));
-        let believed = self.believed(&made.node, attributes.kind);
+        let believed = self.believed(&made.node, attributes.kind, is_looked_up);
         reply.entry_with_ttls(&believed.attributes, &believed.name, &attributes, generation);
     }
 }
@@ -293,7 +297,7 @@ impl Filesystem for ByLibrary {
 
     fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let _then = self.0.soon_done();
-        self.0.entry(reply, self.0.find(request.pid(), parent, name));
+        self.0.entry(reply, self.0.find(request.pid(), parent, name), true);
     }
 
     fn forget(&self, _: &Request, number: INodeNo, count: u64) {
@@ -354,13 +358,13 @@ impl Filesystem for ByLibrary {
     ) {
         let _then = self.0.soon_done();
         answered!(reply, self.0.comes_to(request.pid(), None, &[parent], About::Do));
-        self.0.entry(reply, self.0.make_node(Caller::of(request), parent, name, mode, umask, device));
+        self.0.entry(reply, self.0.make_node(Caller::of(request), parent, name, mode, umask, device), false);
     }
 
     fn mkdir(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
         let _then = self.0.soon_done();
         answered!(reply, self.0.comes_to(request.pid(), None, &[parent], About::Do));
-        self.0.entry(reply, self.0.make_directory(Caller::of(request), parent, name, mode, umask));
+        self.0.entry(reply, self.0.make_directory(Caller::of(request), parent, name, mode, umask), false);
     }
 
     fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
@@ -378,7 +382,7 @@ impl Filesystem for ByLibrary {
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
         let _then = self.0.soon_done();
         answered!(reply, self.0.comes_to(request.pid(), None, &[parent], About::Do));
-        self.0.entry(reply, self.0.make_symlink(Caller::of(request), parent, name, target));
+        self.0.entry(reply, self.0.make_symlink(Caller::of(request), parent, name, target), false);
     }
 
     fn rename(
@@ -399,7 +403,7 @@ impl Filesystem for ByLibrary {
     fn link(&self, request: &Request, number: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let _then = self.0.soon_done();
         answered!(reply, self.0.comes_to(request.pid(), Some(number), &[parent], About::Do));
-        self.0.entry(reply, self.0.make_link(number, parent, name));
+        self.0.entry(reply, self.0.make_link(number, parent, name), false);
     }
 
     fn open(&self, request: &Request, number: INodeNo, flags: OpenFlags, reply: ReplyOpen) {

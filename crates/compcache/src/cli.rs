@@ -429,7 +429,7 @@ pub struct MountArgs {
     pub allow_other: bool,
 
     /// Names and attributes are believed for so long, in seconds, before they are looked up again. More is faster; what changes behind the
-    /// mount is noticed that much later [default: nothing of files, and where directories are for 10 ms, which what is opened, made, moved or removed does not depend on;
+    /// mount is noticed that much later [default: where directories are, and what files are like that nobody has open, for 10 ms, which what is opened, made, moved or removed does not depend on;
     /// with --exclusive all for a minute]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub remember: Option<f64>,

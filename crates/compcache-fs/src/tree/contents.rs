@@ -79,8 +79,8 @@ impl Tree {
         }
         let open = |how| self.past_leases(caller, how, |how| self.inodes.reach(&node, how));
         let (fd, only_appends) = self.with_room(|| self.as_allowed(flags, open))?;
-        let opened = self.opened(caller, fd, only_appends, node, flags)?;
-        if self.remembered == Remembered::Directories {
+        let opened = self.opened(caller, fd, only_appends, node.clone(), flags)?;
+        if self.remembered == Remembered::Directories && node.ways.were_believed() {
             // What was looked up is believed of what nobody has open.
             self.has_other_attributes(number);
         }

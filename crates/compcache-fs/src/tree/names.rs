@@ -63,18 +63,29 @@ impl Tree {
         if self.remembered != Remembered::Directories {
             return found;
         }
-        let since = self.inodes.out_of_place(&directory, DOUBTED);
-        match (&found, since) {
-            (Ok(made), since) => self.astray.led(thread, made.node.number, since),
-            (Err(_), Some(since)) => {
-                let is_there = self.inodes.is_where_it_was(&directory, name, DOUBTED);
-                if is_there && self.astray.is_to_be_told(thread, &[since], About::FindNothing) {
-                    return Err(Errno::STALE);
-                }
+        let way = self.inodes.out_of_place(&directory, DOUBTED);
+        let (is_to_be_told, made) = match (&found, way) {
+            (Ok(made), way) => {
+                let is_noted = self.astray.led(thread, made.node.number, way);
+                let kind = FileType::from_raw_mode(made.stat.stx_mode.into());
+                let comes_back = kind.is_file() || kind.is_dir() || kind.is_symlink();
+                let find = |way| self.astray.is_to_be_told(thread, &[way], About::Find);
+                (!is_noted || !comes_back && way.is_some_and(find), Some(made))
             }
-            (Err(_), None) => {}
+            (Err(_), Some(way)) if way.is_certain => {
+                let is_there = self.inodes.is_where_it_was(&directory, name, DOUBTED);
+                (is_there && self.astray.is_to_be_told(thread, &[way], About::Find), None)
+            }
+            (Err(_), _) => (false, None),
+        };
+        if !is_to_be_told {
+            return found;
         }
-        found
+        if let Some(made) = made {
+            // The kernel is not given it.
+            self.inodes.forget(made.node.number, 1);
+        }
+        Err(Errno::STALE)
     }
 
     /// A thread is about to do something with a file that it was led to, if it is one, and in these directories: whether it is to look for them again.

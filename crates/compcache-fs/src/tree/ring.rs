@@ -115,7 +115,9 @@ impl Tree {
         let (handle, offset, length) = (FileHandle(asked.u64_at(0)), asked.u64_at(8), asked.u64_at(16));
         self.comes(asked)?;
         match asked.opcode {
-            opcode::LOOKUP => self.find(asked.thread, node, name(came)?.0).map(|made| self.entry_out(&made, payload)),
+            opcode::LOOKUP => {
+                self.find(asked.thread, node, name(came)?.0).map(|made| self.entry_out(&made, payload, true))
+            }
             opcode::GETATTR => {
                 let handle = (asked.u32_at(0) & GETATTR_FH != 0).then(|| FileHandle(asked.u64_at(8)));
                 self.attributes_of(node, handle).map(|known| self.attr_out(&known, payload))
@@ -128,16 +130,16 @@ impl Tree {
             opcode::SYMLINK => {
                 let (called, rest) = name(came)?;
                 let target = Path::new(name(rest)?.0);
-                self.make_symlink(caller, node, called, target).map(|made| self.entry_out(&made, payload))
+                self.make_symlink(caller, node, called, target).map(|made| self.entry_out(&made, payload, false))
             }
             opcode::MKNOD => {
                 let (mode, device, mask) = (asked.u32_at(0), asked.u32_at(4), asked.u32_at(8));
                 let made = self.make_node(caller, node, name(came)?.0, mode, mask, device)?;
-                Ok(self.entry_out(&made, payload))
+                Ok(self.entry_out(&made, payload, false))
             }
             opcode::MKDIR => {
                 let made = self.make_directory(caller, node, name(came)?.0, asked.u32_at(0), asked.u32_at(4))?;
-                Ok(self.entry_out(&made, payload))
+                Ok(self.entry_out(&made, payload, false))
             }
             opcode::UNLINK => self.remove(node, name(came)?.0, false).map(|()| 0),
             opcode::RMDIR => self.remove(node, name(came)?.0, true).map(|()| 0),
@@ -149,7 +151,7 @@ impl Tree {
             }
             opcode::LINK => {
                 let made = self.make_link(INodeNo(asked.u64_at(0)), node, name(came)?.0)?;
-                Ok(self.entry_out(&made, payload))
+                Ok(self.entry_out(&made, payload, false))
             }
             opcode::OPEN => {
                 let (handle, how) = self.open_file(caller, node, OpenFlags(asked.u32_at(0) as i32))?;
@@ -158,7 +160,7 @@ impl Tree {
             opcode::CREATE => {
                 let (flags, mode, mask) = (OpenFlags(asked.u32_at(0) as i32), asked.u32_at(4), asked.u32_at(8));
                 let (made, handle, how) = self.create_file(caller, node, name(came)?.0, mode, mask, flags)?;
-                let entry = self.entry_out(&made, payload);
+                let entry = self.entry_out(&made, payload, false);
                 Ok(entry + put(&mut payload[entry..], &[&open_out(handle, how, self.backing_of(handle))]))
             }
             opcode::WRITE => {
@@ -249,9 +251,9 @@ impl Tree {
         self.comes_to(asked.thread, file, directories, about)
     }
 
-    fn entry_out(&self, made: &Made, payload: &mut [u8]) -> usize {
+    fn entry_out(&self, made: &Made, payload: &mut [u8], is_looked_up: bool) -> usize {
         let known = made.attributes();
-        let believed = self.believed(&made.node, known.kind);
+        let believed = self.believed(&made.node, known.kind, is_looked_up);
         put(payload, &[&entry_bytes(&known, made.node.generation, &believed)])
     }
 
