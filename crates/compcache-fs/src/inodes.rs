@@ -28,7 +28,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{
+    AtomicBool, AtomicU64, AtomicUsize,
+    Ordering::{Relaxed, SeqCst},
+};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -51,6 +54,8 @@ const SPARE: u64 = 256;
 /// How often, and for how long, a request waits for a descriptor.
 const ROOM_TRIES: u32 = 500;
 const ROOM_PAUSE: Duration = Duration::from_millis(2);
+/// How often it is looked again where a directory is, while something is moved.
+const MOVES_AWAITED: u32 = 100;
 /// What is not allowed of a file whose mount does not say what it forbids.
 const ALL_LIMITS: StatVfsMountFlags =
     StatVfsMountFlags::NOSUID.union(StatVfsMountFlags::NODEV).union(StatVfsMountFlags::NOEXEC);
@@ -228,6 +233,8 @@ pub struct Inodes {
     tolerated: AtomicUsize,
     /// Somebody has been told that there are too many.
     told: AtomicBool,
+    /// How often the kernel itself has begun to move something, and how often that was done and noted.
+    moves: (AtomicUsize, AtomicUsize),
 }
 
 impl Inodes {
@@ -253,6 +260,7 @@ impl Inodes {
             crowded,
             tolerated: AtomicUsize::new(0),
             told: AtomicBool::new(false),
+            moves: Default::default(),
         })
     }
 
@@ -299,8 +307,32 @@ impl Inodes {
         Some(node)
     }
 
+    /// Calls `work`, which moves something for the kernel, and takes note of that.
+    pub fn moving<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.moves.0.fetch_add(1, SeqCst);
+        let done = work();
+        self.moves.1.fetch_add(1, SeqCst);
+        done
+    }
+
     /// Whether a directory is not where the kernel was given it, or one of those above it, as far as they were given within `time`.
     pub fn out_of_place(&self, directory: &Node, time: Duration) -> Option<Way> {
+        let begun_and_done = || (self.moves.0.load(SeqCst), self.moves.1.load(SeqCst));
+        let mut way = None;
+        for _ in 0..MOVES_AWAITED {
+            let before = begun_and_done();
+            way = self.out_of_place_now(directory, time);
+            if way.is_none() || before.0 == before.1 && begun_and_done() == before {
+                break;
+            }
+            // It may be what the kernel moves itself, and knows.
+            thread::yield_now();
+        }
+        way
+    }
+
+    /// The same where nothing that the kernel moves is moved and not noted.
+    fn out_of_place_now(&self, directory: &Node, time: Duration) -> Option<Way> {
         // A directory that is mounted below itself is above itself.
         let mut seen = vec![directory.number];
         let (mut all, mut id, mut doubtful) = (directory.names.given_within(time), directory.id, None);

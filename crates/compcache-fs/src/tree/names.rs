@@ -231,13 +231,15 @@ impl Tree {
         let (parent, new_parent) = (self.inodes.get(parent)?, self.inodes.get(new_parent)?);
         let flags = rustix::fs::RenameFlags::from_bits_retain(flags.bits());
         let replaced = if flags.is_empty() { look_at(&*new_parent, new_name).ok() } else { None };
-        renameat_with(&parent, name, &new_parent, new_name, flags)?;
-        self.has_lost(replaced, &new_parent, new_name);
-        let (old, new) = ((&*parent, name), (&*new_parent, new_name));
-        self.has_moved(old, new);
-        if flags.contains(rustix::fs::RenameFlags::EXCHANGE) {
-            self.has_moved(new, old);
-        }
-        Ok(())
+        self.inodes.moving(|| {
+            renameat_with(&parent, name, &new_parent, new_name, flags)?;
+            self.has_lost(replaced, &new_parent, new_name);
+            let (old, new) = ((&*parent, name), (&*new_parent, new_name));
+            self.has_moved(old, new);
+            if flags.contains(rustix::fs::RenameFlags::EXCHANGE) {
+                self.has_moved(new, old);
+            }
+            Ok(())
+        })
     }
 }

@@ -201,6 +201,15 @@ fn a_path_leads_to_what_is_there_right_after_something_above_was_replaced() {
     tree.unmount();
 }
 
+/// Threads that go on until it is over are told when this is dropped, also by a test that fails.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, SeqCst);
+    }
+}
+
 /// Several at once, while it goes on. Whoever begins after an exchange and ends before the next must have what is there; who is on his way when a directory is replaced twice may be told that
 /// what he came by is stale.
 #[test]
@@ -236,14 +245,14 @@ fn paths_lead_to_what_is_there_while_directories_are_replaced_all_the_time() {
                 let _ = fs::metadata(&other);
             }
         });
-        let begun = Instant::now();
+        let (begun, ends) = (Instant::now(), Ends(is_over));
         while begun.elapsed() < Duration::from_secs(2) || sure.load(SeqCst) < 100 && begun.elapsed() < PATIENCE {
             count.fetch_add(1, SeqCst);
             renameat_with(CWD, above.join("here"), CWD, above.join("there"), RenameFlags::EXCHANGE).unwrap();
             count.fetch_add(1, SeqCst);
             thread::sleep(Duration::from_micros(fastrand::u64(0..5000)));
         }
-        is_over.store(true, SeqCst);
+        drop(ends);
         walkers.into_iter().for_each(|walker| walker.join().unwrap());
     });
     assert!(sure.load(SeqCst) >= 100, "only {} were sure of what is there", sure.load(SeqCst));
@@ -325,6 +334,44 @@ fn who_is_in_a_directory_that_is_moved_stays_in_it() {
             }
         }
     }
+    two.tree.unmount();
+}
+
+#[test]
+fn what_is_moved_by_the_mount_itself_is_stale_to_nobody() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut two = Two::new(&[]);
+    let is_over = AtomicBool::new(false);
+    let (here, elsewhere) = (two.seen(""), two.tree.target().join(two.above).join("elsewhere"));
+    let held = openat(CWD, &here, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).unwrap();
+    thread::scope(|scope| {
+        // In what is moved, by its descriptor; nothing is told, and nothing is missing.
+        scope.spawn(|| {
+            while !is_over.load(SeqCst) {
+                let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+                openat(&held, "sub/file", flags, Mode::empty()).unwrap();
+                openat(&held, "made", OFlags::CREATE | OFlags::EXCL | flags, Mode::RUSR).unwrap();
+                unlinkat(&held, "made", AtFlags::empty()).unwrap();
+            }
+        });
+        // By its path it is there, or not.
+        scope.spawn(|| {
+            while !is_over.load(SeqCst) {
+                if let Err(error) = File::open(here.join("sub/file")) {
+                    assert_eq!(error.kind(), std::io::ErrorKind::NotFound, "{error}");
+                }
+            }
+        });
+        let (begun, ends) = (Instant::now(), Ends(&is_over));
+        while begun.elapsed() < Duration::from_secs(2) {
+            fs::rename(&here, &elsewhere).unwrap();
+            fs::rename(&elsewhere, &here).unwrap();
+        }
+        drop(ends);
+    });
+    drop(held);
     two.tree.unmount();
 }
 
