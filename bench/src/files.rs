@@ -11,7 +11,7 @@
 //! All of it fits in memory, and nothing waits for the disk if it need not: what is compared is what each step of a path, and of making, opening and closing a file,
 //! costs. Each turn has a new ext4: one that has lost many files a moment ago makes new ones slower. After `unpack`, untimed, tar compares all bytes.
 //!
-//! The tree is made here: in each of its directories, four to six deep, are sixteen files of 200 bytes to 30 KiB, half of them below 2.5 KiB, of text.
+//! The tree is made here: in each of its directories, six to eight deep, are sixteen files of 200 bytes to 30 KiB, half of them below 2.5 KiB, of text.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -160,6 +160,7 @@ impl Turn<'_> {
         for words in all {
             let mut command = Command::new(words[0]);
             command.args(&words[1..]).envs([("GIT_CONFIG_GLOBAL", "/dev/null"), ("GIT_CONFIG_SYSTEM", "/dev/null")]);
+            ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"].map(|name| command.env_remove(name));
             self.standing.client().take_in(&mut command)?;
             let output = command.stdin(Stdio::null()).output().with_context(|| words[0].to_owned())?;
             if !output.status.success() {

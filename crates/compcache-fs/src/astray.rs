@@ -36,6 +36,8 @@ pub const DOUBTED: Duration = Duration::from_secs(1);
 const COMES_AGAIN: Duration = Duration::from_secs(1);
 /// Who else is astray at the same time is told each time, and his program with him.
 const MOST: usize = 1024;
+/// Those who are gone are looked for each time among so few.
+const FEW: usize = 16;
 /// Of what a thread was led to, the last are kept: what it names in one system call.
 const LED_MOST: usize = 4;
 
@@ -74,7 +76,7 @@ struct Visitor {
     ways: Vec<Way>,
     /// How often.
     times: u8,
-    /// It has come again, to a symbolic link: the end of that may have been to read it.
+    /// It has come again, and was let in: that may have been the end of it.
     has_come: bool,
     when: Instant,
 }
@@ -117,7 +119,7 @@ impl Astray {
             visitor.led.push((file, way));
             visitor.when = Instant::now();
         };
-        self.with(thread, note).is_some()
+        self.with(thread, note).is_some() || !way.is_certain
     }
 
     /// Whether it was, to what it is about to do something with.
@@ -139,9 +141,11 @@ impl Astray {
                 visitor.is_told(ways);
                 return !ways.is_empty();
             }
-            let is_to_be = !knows || !ways.is_empty() && visitor.times < about.times();
+            // The kernel may have heard by now where else it is; then it asks no second time for that.
+            let times = if ways.iter().any(|way| way.is_certain) { about.times() } else { 1 };
+            let is_to_be = !knows || !ways.is_empty() && visitor.times < times;
             visitor.times = visitor.times.saturating_add(1);
-            visitor.has_come |= !is_to_be && about == About::GoOn;
+            visitor.has_come |= !is_to_be;
             if !knows || !is_to_be && about == About::Do {
                 // It has looked again, whatever came of it.
                 visitor.ways.clear();
@@ -150,14 +154,15 @@ impl Astray {
         };
         match ways.is_empty() {
             true => self.with_known(thread, ask).unwrap_or(false),
-            false => self.with(thread, ask).unwrap_or(true),
+            // Who has looked again cannot be told from who has not: of what is certain alone.
+            false => self.with(thread, ask).unwrap_or_else(|| ways.iter().any(|way| way.is_certain)),
         }
     }
 
     /// Calls `work` with what is known of a thread, if there is room for it.
     fn with<T>(&self, thread: u32, work: impl FnOnce(&mut Visitor) -> T) -> Option<T> {
         let mut visitors = self.visitors.lock().unwrap_or_else(PoisonError::into_inner);
-        if visitors.len() >= MOST && !visitors.contains_key(&thread) {
+        if visitors.len() <= FEW || visitors.len() >= MOST {
             visitors.retain(|_, visitor| visitor.when.elapsed() < COMES_AGAIN);
         }
         if thread == 0 || visitors.len() >= MOST && !visitors.contains_key(&thread) {
@@ -214,6 +219,9 @@ mod tests {
         let told = |ways: &[Way]| astray.is_to_be_told(1, ways, About::Do);
         assert!(told(&one) && !told(&other), "a certain one would be the end of it");
         assert!(told(&[way(begun, 2)]) && !told(&one));
+        let finds = [(); 2].map(|()| astray.is_to_be_told(1, &one, About::Find));
+        assert_eq!(finds, [true, false]);
+        assert!(astray.led(0, FILE, Some(one[0])) && !astray.is_to_be_told(0, &one, About::Do), "a stranger");
     }
 
     #[test]
@@ -235,6 +243,9 @@ mod tests {
         let mut told = (0..1000).map(|_| astray.is_to_be_told(1, &way, About::Find));
         assert!(told.next() == Some(true) && told.next() == Some(true) && !told.any(|is| is));
         assert!(!astray.is_to_be_told(1, &way, About::Do), "what he then does there he may");
+        let later = [Way { since: way[0].since + Duration::from_nanos(1), is_certain: true }];
+        (0..3).for_each(|time| assert_eq!(astray.is_to_be_told(1, &way, About::Find), time < 2));
+        assert!(astray.is_to_be_told(1, &later, About::Do) && !astray.is_to_be_told(1, &later, About::Do), "later");
     }
 
     #[test]

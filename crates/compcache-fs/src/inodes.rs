@@ -125,9 +125,10 @@ impl Node {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner).follow(stamp_of(stat));
     }
 
-    /// The kernel is given it there. The root, where it is mounted below itself, is where it is all the same.
+    /// The kernel is given it there. The root, where it is mounted below itself, is where it is all the same; and of a directory that may be another each time nothing is believed.
     fn is_found(&self, parent: &Node, name: &OsStr) {
-        if self.number != INodeNo::ROOT {
+        let is_believed = self.is_steady || matches!(self.names, Names::OfFile(_));
+        if self.number != INodeNo::ROOT && is_believed {
             self.names.add(parent.number, name);
         }
     }

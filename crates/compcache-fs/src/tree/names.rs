@@ -72,11 +72,11 @@ impl Tree {
                 let find = |way| self.astray.is_to_be_told(thread, &[way], About::Find);
                 (!is_noted || !comes_back && way.is_some_and(find), Some(made))
             }
-            (Err(_), Some(way)) if way.is_certain => {
-                let is_there = self.inodes.is_where_it_was(&directory, name, DOUBTED);
+            (Err(_), Some(way)) => {
+                let is_there = !way.is_certain || self.inodes.is_where_it_was(&directory, name, DOUBTED);
                 (is_there && self.astray.is_to_be_told(thread, &[way], About::Find), None)
             }
-            (Err(_), _) => (false, None),
+            (Err(_), None) => (false, None),
         };
         if !is_to_be_told {
             return found;

@@ -58,7 +58,7 @@ impl Two {
         self.tree.source().join(self.above).join("here").join(name)
     }
 
-    /// Exchanges the two behind the mount, when the kernel was just told where they are. Every other time it is all that is above them that is exchanged, and they are the same.
+    /// Exchanges the two behind the mount, when the kernel was just told where they are.
     fn exchange(&mut self) {
         for name in ["file", "sub/file", "link", "only1", "only2", "fifo"] {
             let _ = fs::symlink_metadata(self.seen(name));
@@ -117,6 +117,11 @@ fn a_path_leads_to_what_is_there_right_after_a_directory_was_replaced() {
     two.trials("opens what the kernel serves", |two| {
         let fifo = File::options().read(true).write(true).open(two.seen("fifo"))?;
         Ok(fifo.metadata()?.ino() == fs::metadata(two.below("fifo"))?.ino())
+    });
+    two.trials("opens what the kernel serves where it was moved to", |two| {
+        let there = |above: PathBuf| above.join(two.above).join("there/fifo");
+        let fifo = File::options().read(true).write(true).open(there(two.tree.target()))?;
+        Ok(fifo.metadata()?.ino() == fs::metadata(there(two.tree.source()))?.ino())
     });
     two.trials("lists", |two| {
         let names = fs::read_dir(two.seen(""))?.map(|entry| entry.unwrap().file_name().into_string().unwrap());
