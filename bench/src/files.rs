@@ -160,7 +160,9 @@ impl Turn<'_> {
         for words in all {
             let mut command = Command::new(words[0]);
             command.args(&words[1..]).envs([("GIT_CONFIG_GLOBAL", "/dev/null"), ("GIT_CONFIG_SYSTEM", "/dev/null")]);
-            ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"].map(|name| command.env_remove(name));
+            for name in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"] {
+                command.env_remove(name);
+            }
             self.standing.client().take_in(&mut command)?;
             let output = command.stdin(Stdio::null()).output().with_context(|| words[0].to_owned())?;
             if !output.status.success() {
