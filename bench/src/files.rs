@@ -54,8 +54,8 @@ const WANTED: [(&str, f64); 2] = [("unpack", 1.1), ("status", 1.1)];
 
 const FILES_IN_A_DIRECTORY: usize = 16;
 
-/// Memory of a side, its page cache in it; more than all of it takes.
-const MEMORY: Memory = Memory { all_bytes: 512 << 20, pool_bytes: 64 << 20 };
+/// Memory of a side, its page cache in it; more than all of it takes, also of what the kernel keeps below on the server's behalf.
+const MEMORY: Memory = Memory { all_bytes: 1 << 30, pool_bytes: 256 << 20 };
 
 /// Runs the scenario.
 ///
