@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 
 use fuser::INodeNo;
 
-/// For so long the kernel may believe where directories are; it counts in ticks, of 10 ms at most, and may take one more.
+/// For so long the kernel may believe where directories are; it counts in ticks, of 10 ms at most, and may take two more.
 pub const BELIEVED: Duration = Duration::from_millis(10);
 /// So long after it was given one it believes nothing of it, unless who was given it did not run for that long; and what it asks then was not asked because of it.
 pub const DOUBTED: Duration = Duration::from_secs(1);
@@ -161,11 +161,14 @@ impl Astray {
 
     /// Calls `work` with what is known of a thread, if there is room for it.
     fn with<T>(&self, thread: u32, work: impl FnOnce(&mut Visitor) -> T) -> Option<T> {
+        if thread == 0 {
+            return None;
+        }
         let mut visitors = self.visitors.lock().unwrap_or_else(PoisonError::into_inner);
         if visitors.len() <= FEW || visitors.len() >= MOST {
             visitors.retain(|_, visitor| visitor.when.elapsed() < COMES_AGAIN);
         }
-        if thread == 0 || visitors.len() >= MOST && !visitors.contains_key(&thread) {
+        if visitors.len() >= MOST && !visitors.contains_key(&thread) {
             return None;
         }
         let visitor = visitors.entry(thread).or_insert_with(Visitor::new);

@@ -37,6 +37,9 @@ const SETTLED_COARSE: Duration = Duration::from_millis(2100);
 
 const EVERYTHING: StatxFlags = StatxFlags::BASIC_STATS.union(StatxFlags::BTIME).union(StatxFlags::MNT_ID);
 
+/// Neither what a link leads to, nor what would be mounted there.
+const AS_IT_IS: AtFlags = AtFlags::SYMLINK_NOFOLLOW.union(AtFlags::NO_AUTOMOUNT);
+
 /// Seconds and nanoseconds of a file's time.
 type Moment = (i64, u32);
 
@@ -79,14 +82,12 @@ pub fn look(fd: impl AsFd) -> io::Result<Statx> {
 
 /// The same of what has this name in a directory.
 pub fn look_at(directory: impl AsFd, name: &OsStr) -> io::Result<Statx> {
-    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
-    statx(directory, name, flags, EVERYTHING)
+    statx(directory, name, AS_IT_IS, EVERYTHING)
 }
 
 /// Which file that is.
 pub fn id_at(directory: impl AsFd, name: &OsStr) -> io::Result<FileId> {
-    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
-    statx(directory, name, flags, StatxFlags::INO).map(|stat| id_of(&stat))
+    statx(directory, name, AS_IT_IS, StatxFlags::INO).map(|stat| id_of(&stat))
 }
 
 /// Which mount a file was found on; before Linux 5.8, which device.

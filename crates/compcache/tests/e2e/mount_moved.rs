@@ -25,10 +25,9 @@ use crate::support::{PATIENCE, Tree, by_rings, can_mount};
 
 const ROUNDS: usize = 40;
 
-/// A tree where `above/here` and `above/there`, some directories deep, have the same names in them, and other contents.
+/// A tree where `here` and `there`, in [`DEEP`], have the same names in them, and other contents.
 struct Two {
     tree: Tree,
-    above: &'static str,
     /// What is in `here`.
     which: char,
 }
@@ -47,15 +46,15 @@ impl Two {
             symlink(format!("only{which}"), directory.join("link")).unwrap();
             mknodat(CWD, directory.join("fifo"), FileType::Fifo, Mode::RWXU, 0).unwrap();
         }
-        Two { tree, above: DEEP, which: '1' }
+        Two { tree, which: '1' }
     }
 
     fn seen(&self, name: &str) -> PathBuf {
-        self.tree.target().join(self.above).join("here").join(name)
+        self.tree.target().join(DEEP).join("here").join(name)
     }
 
     fn below(&self, name: &str) -> PathBuf {
-        self.tree.source().join(self.above).join("here").join(name)
+        self.tree.source().join(DEEP).join("here").join(name)
     }
 
     /// Exchanges the two behind the mount, when the kernel was just told where they are.
@@ -63,7 +62,7 @@ impl Two {
         for name in ["file", "sub/file", "link", "only1", "only2", "fifo"] {
             let _ = fs::symlink_metadata(self.seen(name));
         }
-        let above = self.tree.source().join(self.above);
+        let above = self.tree.source().join(DEEP);
         renameat_with(CWD, above.join("here"), CWD, above.join("there"), RenameFlags::EXCHANGE).unwrap();
         self.which = if self.which == '1' { '2' } else { '1' };
     }
@@ -119,7 +118,7 @@ fn a_path_leads_to_what_is_there_right_after_a_directory_was_replaced() {
         Ok(fifo.metadata()?.ino() == fs::metadata(two.below("fifo"))?.ino())
     });
     two.trials("opens what the kernel serves where it was moved to", |two| {
-        let there = |above: PathBuf| above.join(two.above).join("there/fifo");
+        let there = |above: PathBuf| above.join(DEEP).join("there/fifo");
         let fifo = File::options().read(true).write(true).open(there(two.tree.target()))?;
         Ok(fifo.metadata()?.ino() == fs::metadata(there(two.tree.source()))?.ino())
     });
@@ -225,7 +224,7 @@ fn paths_lead_to_what_is_there_while_directories_are_replaced_all_the_time() {
     let mut two = Two::new(&[]);
     // Odd while they are exchanged; then twice the number of exchanges.
     let (count, is_over, sure) = (AtomicU64::new(0), AtomicBool::new(false), AtomicU64::new(0));
-    let (file, above) = (two.seen("file"), two.tree.source().join(two.above));
+    let (file, above) = (two.seen("file"), two.tree.source().join(DEEP));
     thread::scope(|scope| {
         let walk = || {
             while !is_over.load(SeqCst) {
@@ -244,7 +243,7 @@ fn paths_lead_to_what_is_there_while_directories_are_replaced_all_the_time() {
         };
         let walkers = [(); 3].map(|()| scope.spawn(walk));
         // Of the other place nothing is wanted but that it is looked up.
-        let (other, is_over) = (two.tree.target().join(two.above).join("there/file"), &is_over);
+        let (other, is_over) = (two.tree.target().join(DEEP).join("there/file"), &is_over);
         scope.spawn(move || {
             while !is_over.load(SeqCst) {
                 let _ = fs::metadata(&other);
@@ -266,7 +265,7 @@ fn paths_lead_to_what_is_there_while_directories_are_replaced_all_the_time() {
 
 /// Does one of eleven things in the directory `held`, which is called `there` by now and has what `was` in it.
 fn in_what_was_moved(two: &Two, held: &OwnedFd, was: &str, step: usize) -> rustix::io::Result<()> {
-    let now = |name: &str| two.tree.source().join(two.above).join("there").join(name);
+    let now = |name: &str| two.tree.source().join(DEEP).join("there").join(name);
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let read = |name: &str| {
         let (mut file, mut text) = (File::from(openat(held, name, flags, Mode::empty())?), String::new());
@@ -349,7 +348,7 @@ fn what_is_moved_by_the_mount_itself_is_stale_to_nobody() {
     }
     let mut two = Two::new(&[]);
     let is_over = AtomicBool::new(false);
-    let (here, elsewhere) = (two.seen(""), two.tree.target().join(two.above).join("elsewhere"));
+    let (here, elsewhere) = (two.seen(""), two.tree.target().join(DEEP).join("elsewhere"));
     let held = openat(CWD, &here, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).unwrap();
     thread::scope(|scope| {
         // In what is moved, by its descriptor; nothing is told, and nothing is missing.
