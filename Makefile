@@ -65,7 +65,7 @@ bench: bench-build
 check:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy $(WORKSPACE) --all-targets -- -D warnings
-	$(CARGO) clippy -p compcache-preload -- -D warnings
+	$(CARGO) clippy --release -p compcache-preload -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps $(WORKSPACE)
 
 ci:

@@ -19,13 +19,17 @@ mod swap;
 
 use std::env;
 use std::ffi::OsString;
-use std::process::ExitCode;
+use std::panic;
+use std::process::{self, ExitCode};
 
 use clap::Parser;
 
 use crate::cli::{Cli, Command};
 
 fn main() -> ExitCode {
+    if cfg!(panic = "unwind") {
+        stop_at_a_panic();
+    }
     let arguments: Vec<OsString> = env::args_os().collect();
     let arguments = mount::options::of_mount_command(&arguments).unwrap_or(arguments);
     match Cli::parse_from(&arguments).command {
@@ -44,4 +48,14 @@ fn main() -> ExitCode {
         Command::Completions { shell } => pages::completions(shell),
         Command::Man { dir } => pages::man(&dir),
     }
+}
+
+/// Whichever thread it is in: what it was in the middle of, the others would wait for. The release profile aborts by itself; that of
+/// the tests unwinds.
+fn stop_at_a_panic() {
+    let print = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        print(info);
+        process::abort();
+    }));
 }
