@@ -1,4 +1,4 @@
-//! Scenario `emulated`: what only a distribution's kernel has, in emulated machines: ublk, and zram and brd beside it.
+//! Scenario `emulated`: what only a distribution's kernel has, in emulated machines: ublk, and zram with zstd and brd beside it.
 //!
 //! This program is put into a small virtual machine ([`compcache_testkit::vm`], Debian's Linux 6.12 under qemu, without KVM), is
 //! run there as it is run here, and its tables and records are brought back:
@@ -6,13 +6,14 @@
 //! | processors | scenario | sides                                            |
 //! |------------|----------|--------------------------------------------------|
 //! | 2          | `dd`     | `brd`, `zram:lz4`, `ours-ublk:lz4`, through ext4 |
+//! | 2          | `tiers`  | `ours-ublk:lz4`, `zram:lz4`, `zram:zstd`         |
 //! | 2, then 1  | `scan`   | `zram:lz4`, `swap-ublk:lz4`; sequential, random  |
 //!
 //! **These are no numbers of a machine.** Each instruction is translated, which makes code some ten times slower, a compressor more
 //! so than a system call, and a second processor is another thread of qemu's. Only sides within one such machine are compared: like
 //! with like. What holds here holds of the work that is done, not of how fast a processor does it.
 //!
-//! Content is a part of each image of this machine ([`CONTENT_PAGES`]), and the rounds take turns inside, as they do outside. CPU time
+//! Content is a part of each image of this machine ([`content_pages`]), and the rounds take turns inside, as they do outside. CPU time
 //! is that of the emulated machine, in which nothing else runs. Without a kernel (`COMPCACHE_STOCK_KERNEL`) or qemu nothing is
 //! measured, and it is said why.
 
@@ -33,29 +34,60 @@ use crate::side::Bench;
 /// What `emulated` can be asked on the command line.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// How many processors the machines have, one machine each. The first one runs dd too.
+    /// How many processors the machines have, one machine each. The first one runs dd and tiers, too.
     #[arg(long, value_delimiter = ',', default_value = "2,1", value_parser = clap::value_parser!(u32).range(1..=8))]
     processors: Vec<u32>,
-    /// dd, scan.
-    #[arg(long, value_delimiter = ',', default_value = "dd,scan")]
+    /// dd, tiers, scan.
+    #[arg(long, value_delimiter = ',', default_value = "dd,tiers,scan")]
     what: Vec<String>,
 }
 
-const DD_SIDES: &str = "brd,zram:lz4,ours-ublk:lz4";
-const SCAN_SIDES: &str = "zram:lz4,swap-ublk:lz4";
+/// A scenario that is run inside.
+struct Scenario {
+    name: &'static str,
+    /// All of which the machine must have.
+    sides: &'static str,
+    /// What else it is told, in short and at length.
+    arguments: [&'static str; 2],
+    /// Whether the first machine alone runs it.
+    once: bool,
+}
 
-/// Of each kind: 4 MiB, since the machine holds its files in memory.
-const CONTENT_PAGES: usize = 1024;
+const SCENARIOS: [Scenario; 3] = [
+    Scenario {
+        name: "dd",
+        sides: "brd,zram:lz4,ours-ublk:lz4",
+        arguments: ["--megabytes 8 --blocks 4096,1048576", "--megabytes 32 --writes 200"],
+        once: true,
+    },
+    Scenario {
+        name: "tiers",
+        sides: "ours-ublk:lz4,zram:lz4,zram:zstd",
+        arguments: ["--content python --megabytes 2", "--megabytes 16 --reads 500"],
+        once: true,
+    },
+    Scenario {
+        name: "scan",
+        sides: "zram:lz4,swap-ublk:lz4",
+        arguments: [
+            "--content python --order sequential,random --megabytes 24 --cap 12 --passes 1",
+            "--content python --order sequential,random --megabytes 48 --cap 12 --passes 2",
+        ],
+        once: false,
+    },
+];
+
 const MEMORY_MIB: u32 = 2048;
 /// `dd` makes its disks four times as large as its file.
 const BRD_KIB: u64 = 256 << 10;
 
-/// A machine may take as long as so many runs.
+/// A scenario in it may take as long as so many runs.
 const RUNS_PATIENCE: u32 = 10;
 
 /// What the kernel says comes between what we say; from here on it does not.
 const PREPARE: &str = "dmesg -n 1
 mkdir -p /sys/fs/cgroup; mount -t cgroup2 cgroup /sys/fs/cgroup
+mount -t tmpfs tmp /tmp
 export COMPCACHE_CORPUS_DIR=/corpus
 bench() { compcache-bench \"$@\" --record /records; echo \"=== status $?\"; }
 ";
@@ -74,7 +106,8 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
             return Ok(());
         }
     };
-    let settings = json!({"rounds": rounds, "memory_mib": MEMORY_MIB, "content_pages_of_each_kind": CONTENT_PAGES});
+    let settings =
+        json!({"rounds": rounds, "memory_mib": MEMORY_MIB, "content_pages_of_each_kind": content_pages(quick)});
     let mut kept = Record::new("emulated", settings);
     let measured = measure(bench, options, &kernel, (quick, rounds), &mut kept);
     kept.finish(measured, record)
@@ -87,17 +120,18 @@ fn measure(
     (quick, rounds): (bool, usize),
     kept: &mut Record,
 ) -> Result<()> {
-    let patience = bench.patience() * if quick { 1 } else { RUNS_PATIENCE };
+    let patience_with_one = bench.patience() * if quick { 1 } else { RUNS_PATIENCE };
     for (nth, &processors) in options.processors.iter().enumerate() {
-        let wanted = |what: &str| options.what.iter().any(|word| word == what);
-        let scenarios = scenarios(quick, wanted("dd") && nth == 0, wanted("scan"));
+        let wanted = |one: &&Scenario| options.what.iter().any(|word| word == one.name) && (nth == 0 || !one.once);
+        let scenarios: Vec<_> = SCENARIOS.iter().filter(wanted).collect();
         if scenarios.is_empty() {
             continue;
         }
         println!("\n=== emulated, {processors} processors");
-        let vm = machine(kernel, bench, processors)?;
+        let vm = machine(kernel, bench, processors, content_pages(quick))?;
         let script = script(&scenarios, quick, rounds);
-        let printed = vm.run(&script, patience).map_err(|error| anyhow::anyhow!("{error}"))?;
+        let printed =
+            vm.run(&script, patience_with_one * scenarios.len() as u32).map_err(|error| anyhow::anyhow!("{error}"))?;
         let (said, records) = printed.split_once("=== record").unwrap_or((&printed, ""));
         println!("{}", said.trim());
         let mut all_there = Ok(());
@@ -116,9 +150,14 @@ fn measure(
         all_there?;
     }
     if kept.is_empty() {
-        bail!("nothing was measured: --what is dd, scan, or both");
+        bail!("nothing was measured: --what is one of dd, tiers and scan, or several");
     }
     Ok(())
+}
+
+/// Of each kind of content: the machine holds its files in memory.
+fn content_pages(quick: bool) -> usize {
+    if quick { 1024 } else { 4096 }
 }
 
 /// The kernel, if everything else is there, too.
@@ -129,32 +168,25 @@ fn kernel() -> Result<Kernel, String> {
     Kernel::stock()
 }
 
-/// What is asked of the program inside.
-fn scenarios(quick: bool, dd: bool, scan: bool) -> Vec<String> {
-    let mut all = Vec::new();
-    if dd {
-        let much = if quick { "--megabytes 8 --blocks 4096,1048576" } else { "--megabytes 32 --writes 200" };
-        all.push(format!("dd --sides {DD_SIDES} {much}"));
+impl Scenario {
+    /// What is asked of the program inside.
+    fn words(&self, quick: bool) -> String {
+        format!("{} --sides {} {}", self.name, self.sides, self.arguments[usize::from(!quick)])
     }
-    if scan {
-        let much = if quick { "--megabytes 24 --cap 12 --passes 1" } else { "--megabytes 48 --cap 12 --passes 2" };
-        all.push(format!("scan --content python --order sequential,random --sides {SCAN_SIDES} {much}"));
-    }
-    all
 }
 
-fn script(scenarios: &[String], quick: bool, rounds: usize) -> String {
+fn script(scenarios: &[&Scenario], quick: bool, rounds: usize) -> String {
     let mut script = PREPARE.to_owned();
-    let quick = if quick { "--quick" } else { "" };
+    let short = if quick { "--quick" } else { "" };
     for scenario in scenarios {
         // Writing to a string does not fail.
-        let _ = writeln!(script, "bench {quick} --runs {rounds} {scenario}");
+        let _ = writeln!(script, "bench {short} --runs {rounds} {}", scenario.words(quick));
     }
     script + BRING_BACK
 }
 
 /// A machine with this program, those it runs, and content.
-fn machine(kernel: &Kernel, bench: &Bench, processors: u32) -> Result<Vm> {
+fn machine(kernel: &Kernel, bench: &Bench, processors: u32, content_pages: usize) -> Result<Vm> {
     let mut vm = Vm::new(kernel)?;
     vm.size(processors, MEMORY_MIB);
     vm.module("brd", &format!("rd_nr=1 rd_size={BRD_KIB}"))?;
@@ -164,13 +196,13 @@ fn machine(kernel: &Kernel, bench: &Bench, processors: u32) -> Result<Vm> {
     let _ = vm.module("ext4", "");
     let own = std::env::current_exe()?;
     vm.program(&own, "/bin/compcache-bench")?;
-    vm.program(&own.with_file_name("scan"), "/bin/scan")?;
     vm.program(bench.compcache(), "/bin/compcache")?;
+    vm.program(&own.with_file_name("scan"), "/bin/scan")?;
     for name in ["mkfs.ext4", "dd"] {
         vm.program(&find_program(name).with_context(|| format!("{name} went away"))?, &format!("/bin/{name}"))?;
     }
     for kind in Kind::HEAPS.into_iter().chain([Kind::Text, Kind::Elf]) {
-        match corpus::load(kind, CONTENT_PAGES) {
+        match corpus::load(kind, content_pages) {
             Ok(pages) => {
                 let name = format!("{}.pages", kind.name());
                 let path = bench.session().directory().join(&name);
@@ -185,10 +217,11 @@ fn machine(kernel: &Kernel, bench: &Bench, processors: u32) -> Result<Vm> {
 
 /// A side that is missing in such a machine, or of which no run succeeded, is our mistake. Runs of dd that failed are not in the record.
 fn has_all_sides(record: &Value) -> Result<()> {
-    let wanted = if record["scenario"] == "dd" { DD_SIDES } else { SCAN_SIDES };
+    let scenario =
+        SCENARIOS.iter().find(|one| record["scenario"] == one.name).context("a record that nobody asked for")?;
     let none = Vec::new();
     let runs = record["runs"].as_array().unwrap_or(&none);
-    for side in wanted.split(',') {
+    for side in scenario.sides.split(',') {
         let succeeded = |run: &Value| matches!(run["outcome"]["exit"].as_i64(), None | Some(0));
         if !runs.iter().any(|run| run["side"] == side && succeeded(run)) {
             bail!("{side} is missing in the machine, see above");
@@ -218,9 +251,9 @@ mod tests {
     #[test]
     fn what_is_asked_inside_is_understood() {
         for quick in [false, true] {
-            for scenario in scenarios(quick, true, true) {
-                let words = ["compcache-bench"].into_iter().chain(scenario.split(' '));
-                assert!(crate::cli::parses(words), "{scenario}");
+            for scenario in &SCENARIOS {
+                let asked = scenario.words(quick);
+                assert!(crate::cli::parses(["compcache-bench"].into_iter().chain(asked.split(' '))), "{asked}");
             }
         }
     }

@@ -17,7 +17,7 @@ const COLUMNS: [&str; 10] =
 pub fn list(disks: &[DiskState], mounts: &BTreeMap<String, String>) -> String {
     let rows: Vec<[String; COLUMNS.len()]> = disks.iter().map(|disk| row(disk, mounts)).collect();
     let width = |column: usize| {
-        rows.iter().map(|row| row[column].len()).chain([COLUMNS[column].len()]).max().unwrap_or_default()
+        rows.iter().map(|row| row[column].chars().count()).chain([COLUMNS[column].len()]).max().unwrap_or_default()
     };
     let widths: [usize; COLUMNS.len()] = std::array::from_fn(width);
     let mut text = String::new();
@@ -44,9 +44,23 @@ fn row(disk: &DiskState, mounts: &BTreeMap<String, String>) -> [String; COLUMNS.
         bytes("mem_used_total"),
         ratio(disk).map_or_else(|| "-".into(), |ratio| format!("{ratio:.2}")),
         disk.origin.as_ref().map_or_else(|| "-".into(), |_| format!("{}%", disk.stat("hit_percent"))),
-        mounts.get(&disk.at).cloned().unwrap_or_else(|| "-".into()),
+        mounts.get(&disk.at).map_or_else(|| "-".into(), |place| one_word(place)),
         disk.at.clone(),
     ]
+}
+
+/// A path for a table: what is a blank, or would do something to the terminal, as `\xNN`.
+fn one_word(path: &str) -> String {
+    let mut word = String::new();
+    for letter in path.chars() {
+        let code = u32::from(letter);
+        match letter {
+            letter if letter != '\\' && !letter.is_control() && !letter.is_whitespace() => word.push(letter),
+            _ if code < 0x100 => word += &format!("\\x{code:02x}"),
+            letter => word.extend(letter.escape_unicode()),
+        }
+    }
+    word
 }
 
 /// How many bytes of data a byte of memory holds, all of ours counted.
@@ -194,6 +208,13 @@ mod tests {
         assert_eq!(lines[1][..2], ["a", "4.0GiB"]);
         assert_eq!(lines[1][lines[1].len() - 4..], ["3.00", "-", "/mnt/x", "/dev/loop7"]);
         assert_eq!(lines[2][lines[2].len() - 4..], ["-", "-", "-", "nbd://localhost"]);
+    }
+
+    #[test]
+    fn a_place_is_one_word_and_does_nothing_to_a_terminal() {
+        assert_eq!(one_word("/mnt/Größe"), "/mnt/Größe");
+        assert_eq!(one_word("/mnt/a b\\"), r"/mnt/a\x20b\x5c");
+        assert_eq!(one_word("/\x1b[2J\u{85}\u{2003}\n"), r"/\x1b[2J\x85\u{2003}\x0a");
     }
 
     #[test]

@@ -70,6 +70,8 @@ const BUFFER_BYTES: usize = 5 << 18;
 
 /// The tables take so much for each page.
 const TABLE_BYTES: u64 = 12;
+/// A disk's own limit leaves so much for pages at least, beside its tables.
+const LEAST_FOR_PAGES_BYTES: u64 = 1 << 20;
 
 const OOM_NEVER: &str = "-1000";
 
@@ -240,6 +242,12 @@ impl Drop for Preparation<'_> {
     }
 }
 
+/// The least limit of a disk with tables of so many bytes: with less, one that was full once would refuse all for good.
+fn least_limit_bytes(table_bytes: u64) -> u64 {
+    // A full pool accepts again below nine tenths of its limit.
+    (table_bytes + LEAST_FOR_PAGES_BYTES).div_ceil(9) * 10
+}
+
 /// What a disk needs to be there.
 fn prepare(store: &Store, disk: &Disk, reserve_bytes: u64) -> anyhow::Result<()> {
     let pages = disk.size_bytes() / PAGE_SIZE as u64;
@@ -250,6 +258,17 @@ fn prepare(store: &Store, disk: &Disk, reserve_bytes: u64) -> anyhow::Result<()>
         )
     };
     disk.pool().prepare(pages).with_context(tables)?;
+    let stats = disk.stats();
+    let least_bytes = least_limit_bytes(stats.table_bytes);
+    if stats.mem_limit < least_bytes {
+        bail!(
+            "a limit of {} has no room for the tables of the disk, {}, and pages beside them; write --limit {}M at least, or a \
+             smaller --size",
+            Shown(stats.mem_limit),
+            Shown(stats.table_bytes),
+            least_bytes.div_ceil(1 << 20)
+        );
+    }
     for (start, bytes) in disk.pool().backing().into_iter().flat_map(|backing| backing.memory_ranges()) {
         // SAFETY: populating changes no content, whatever is there.
         let populated = unsafe { madvise(start as *mut c_void, bytes, Advice::LinuxPopulateWrite) };

@@ -219,6 +219,12 @@ fn swap_that_cannot_be_made_leaves_nothing_behind() {
     server.refuses(&on(&["--size", "1G", "--name", "a/b"]), &["no name for a disk"]);
     // Its tables alone would take more than the server may.
     server.refuses(&on(&["--size", "90G"]), &["swap stays as it was", "no memory for the tables", "limit"]);
+    // The same of what the disk itself may take. What is said to be enough is.
+    let limited = |limit| on(&["--size", "4G", "--name", "s", "--limit", limit]);
+    server.refuses(&limited("8M"), &["swap stays as it was", "8.0 MiB has no room for the tables", "--limit 15M"]);
+    server.refuses(&limited("14M"), &["swap stays as it was", "14.0 MiB has no room for the tables", "--limit 15M"]);
+    server.ok(&limited("15M"));
+    server.ok(&["swap", "off"]);
     server.refuses(&on(&["--priority", "40000"]), &["--priority"]);
     for backing in ["/dev/null", "/no/such/device", "/tmp"] {
         let said = ["swap stays as it was", "cannot be the backing of swap", "a disk, a partition or a volume"];
