@@ -45,7 +45,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-pub use socket::{Listen, listen_alone};
+pub use socket::{Listen, is_answered, listen_alone};
 
 use crate::device::BlockDevice;
 use socket::{Listener, Stream};

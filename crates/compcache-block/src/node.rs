@@ -196,10 +196,12 @@ impl Node {
             let Ok(descriptors) = fs::read_dir(process.path().join("fd")) else { continue };
             let is_ours = |name: OsString| pid == process::id() && name.to_str() == Some(&ours.to_string());
             let opened = descriptors.filter_map(Result::ok).any(|one| {
-                // Sockets and their like have no path.
-                let path = fs::read_link(one.path()).ok().filter(|path| path.is_absolute());
-                let is_it = path.is_some_and(|path| self.is_it(&path) || is_one_of(&one.path(), numbers));
-                is_it && !is_ours(one.file_name()) && !is_only_a_place(&process.path(), &one.file_name())
+                // Sockets and their like have no path. By itself a path says nothing: in a mount namespace of his own anybody calls a file so.
+                let has_path = fs::read_link(one.path()).is_ok_and(|path| path.is_absolute());
+                has_path
+                    && is_one_of(&one.path(), numbers)
+                    && !is_ours(one.file_name())
+                    && !is_only_a_place(&process.path(), &one.file_name())
             });
             if opened {
                 let mut name = fs::read(process.path().join("comm")).unwrap_or_default();
@@ -272,11 +274,17 @@ fn swaps_to(swaps: &str, node: &Path) -> bool {
     swaps.lines().any(|line| line.split_whitespace().next() == node.to_str())
 }
 
-/// Where a file system on the device is mounted, from `/proc/self/mountinfo`. Btrfs shows a device number of its own,
-/// but names its source.
+/// Whether a file system on a block device has another device number than that. These name their source, and nobody else is believed: any
+/// user calls that of a FUSE mount, or of a tmpfs in a namespace of his own, what he likes.
+fn has_own_number(kind: &[u8]) -> bool {
+    matches!(kind, b"btrfs" | b"bcachefs")
+}
+
+/// Where a file system on the device is mounted, from `/proc/self/mountinfo`.
 fn mounted_at(mounts: &[u8], number: &str, source: &Path) -> Option<PathBuf> {
     let mut all = compcache_fuse::mounts(mounts);
-    all.find(|one| one.device == number.as_bytes() || one.source() == source).map(|one| one.place())
+    all.find(|one| one.device == number.as_bytes() || has_own_number(one.kind) && one.source() == source)
+        .map(|one| one.place())
 }
 
 #[cfg(test)]
@@ -285,6 +293,7 @@ mod tests {
 
     const MOUNTS: &[u8] = b"36 35 0:30 / /run rw - tmpfs tmpfs rw\n\
         40 36 7:3 / /mnt/with\\040blank rw,relatime shared:5 - ext4 /dev/loop3 rw\n\
+        42 36 0:51 / /home/mallory rw - fuse.sshfs /dev/ublkb5 rw,user_id=1000,group_id=0\n\
         41 36 0:50 / /mnt/tree rw - btrfs /dev/ublkb4 rw\n";
 
     #[test]
@@ -292,7 +301,12 @@ mod tests {
         assert_eq!(mounted_at(MOUNTS, "7:3", Path::new("/dev/else")), Some(PathBuf::from("/mnt/with blank")));
         assert_eq!(mounted_at(MOUNTS, "259:4", Path::new("/dev/ublkb4")), Some(PathBuf::from("/mnt/tree")));
         assert_eq!(mounted_at(MOUNTS, "7:33", Path::new("/dev/loop33")), None);
-        assert_eq!(mounted_at(MOUNTS, "", Path::new("/dev/ublkb5")), None, "a device that has gone has no number");
+        assert_eq!(mounted_at(MOUNTS, "", Path::new("/dev/ublkb6")), None, "a device that has gone has no number");
+        assert_eq!(
+            mounted_at(MOUNTS, "259:5", Path::new("/dev/ublkb5")),
+            None,
+            "a user calls his source what he likes"
+        );
     }
 
     #[test]

@@ -189,7 +189,7 @@ impl Store {
             }
             *effort -= 1;
             let meta = leaf.meta[(index - first.0) as usize].load(Relaxed);
-            is_absent &= meta == 0;
+            is_absent &= !slot::is_present(meta);
             if slot::is_stored(meta) && self.move_if_sparse(pool, PageIndex(index), worker, done) {
                 *effort = effort.saturating_sub(LOOK_PER_MOVE - 1);
             }

@@ -283,6 +283,13 @@ impl Drop for Pool {
         self.core.settling.iter().for_each(|settling| drop(settling.lock()));
         self.core.tree.let_go();
         self.discard_range(PageIndex(0), PageIndex::LIMIT);
+        // A worker of another pool may have a slot of a leaf for a moment, which was that pool's when it looked there last.
+        while let Some(first) = self.core.tree.next_leaf(&self.store.tables, PageIndex(0), PageIndex(PageIndex::LIMIT))
+        {
+            if self.core.tree.free_leaf_if_empty(&self.store.tables, first, &self.store.budget) == 0 {
+                core::hint::spin_loop();
+            }
+        }
         self.core.tree.dismantle(&self.store.tables);
     }
 }

@@ -776,3 +776,23 @@ fn statistics_count_what_happened() {
     assert_eq!((stats.same_pages, stats.huge_pages, stats.good_pages), (0, 1, 1));
     assert_eq!(pool.latency().writes.count, 3);
 }
+
+#[test]
+fn tables_of_a_page_that_found_no_place_go_again() {
+    let store = Store::new(StoreConfig { reserve_bytes: 256 << 10, ..StoreConfig::default() }).unwrap();
+    let (pool, mut worker) = pool(&store);
+    let mut held = 0;
+    while pool.write(&mut worker, PageIndex(held), &page_of(held, 100)).is_ok() {
+        held += 1;
+    }
+    let before = pool.stats().table_bytes;
+    let far = (1..4u64).map(|nth| PageIndex(nth << 30));
+    for index in far {
+        let refused = pool.write(&mut worker, index, &page_of(1, 100));
+        assert!(matches!(refused, Err(StoreError::MemoryRefused { .. })), "{refused:?}");
+    }
+    assert!(pool.stats().table_bytes > before + 3 * 8192, "tables were made for them");
+    while !store.compact(&mut worker, 1 << 20).finished {}
+    // What leads to them stays for the life of a pool; the leaves go.
+    assert!(pool.stats().table_bytes <= before + 3 * 8192, "{} from {before}", pool.stats().table_bytes);
+}

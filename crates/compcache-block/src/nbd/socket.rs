@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::fs::{Mode, fchmod};
+use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with, sockopt,
+    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with, sockopt,
 };
 
 /// A TCP client that says nothing for so long is asked whether it is there, again and again; machines lose power, and cables their
@@ -47,6 +48,21 @@ pub fn listen_alone(path: &Path) -> io::Result<UnixListener> {
     Ok(socket.into())
 }
 
+/// Whether somebody answers at a Unix socket, or would: nobody is waited for, who listens and lets nobody in least of all.
+///
+/// # Errors
+/// It cannot be told.
+pub fn is_answered(path: &Path) -> io::Result<bool> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    match connect(&socket, &SocketAddrUnix::new(path)?) {
+        // As many as he lets wait are waiting.
+        Ok(()) | Err(Errno::AGAIN) => Ok(true),
+        Err(Errno::CONNREFUSED) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
 pub(super) enum Listener {
     Unix { listener: UnixListener, path: PathBuf, inode: (u64, u64) },
     Tcp(TcpListener),
@@ -68,11 +84,10 @@ impl Listener {
             if !there.file_type().is_socket() {
                 return Err(io::Error::new(ErrorKind::AlreadyExists, "there is a file that is no socket"));
             }
-            match UnixStream::connect(path) {
-                Ok(_) => return Err(io::Error::new(ErrorKind::AddrInUse, "somebody is serving there")),
-                Err(error) if error.kind() == ErrorKind::ConnectionRefused => fs::remove_file(path)?,
-                Err(error) => return Err(error),
+            if is_answered(path)? {
+                return Err(io::Error::new(ErrorKind::AddrInUse, "somebody is serving there"));
             }
+            fs::remove_file(path)?;
         }
         let listener = listen_alone(path)?;
         let made = fs::symlink_metadata(path)?;
@@ -213,5 +228,18 @@ mod tests {
         let link = directory.path().join("link");
         std::os::unix::fs::symlink(directory.path().join("elsewhere"), &link).unwrap();
         assert_eq!(listen_alone(&link).unwrap_err().kind(), ErrorKind::AddrInUse);
+    }
+
+    #[test]
+    fn who_listens_and_lets_nobody_in_is_not_waited_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let lets_nobody_in = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        bind(&lets_nobody_in, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        assert!(!is_answered(&path).unwrap(), "nobody listens yet");
+        listen(&lets_nobody_in, 0).unwrap();
+        let _waits = UnixStream::connect(&path).unwrap();
+        let refused = Listener::bind(&Listen::Unix(path.clone())).map(drop).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::AddrInUse);
     }
 }

@@ -1,9 +1,10 @@
 //! A disk's life: a file system on it, a new size, its removal, company, and a user who may not.
 
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, Holder, clean};
@@ -169,6 +170,32 @@ fn who_uses_a_disk_is_known() {
     drop(open);
     drop(served.claim().unwrap());
     served.remove().unwrap();
+    assert_nothing_left(parent.path(), &path);
+}
+
+/// In a namespace of one's own anybody has a file of that name.
+#[test]
+fn who_only_calls_a_file_like_the_disk_does_not_use_it() {
+    if !can_serve(&["unshare", "sh"]) {
+        return;
+    }
+    let Served { disk: served, parent } = Served::new(disk(MIB));
+    let path = served.path().to_owned();
+    let script = format!("mount -t tmpfs none /dev && : >{0} && exec 3<{0} && echo has it && read end", path.display());
+    let mut named = Command::new("unshare");
+    named
+        .args(["--mount", "--user", "--map-root-user", "sh", "-c", &script])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    let mut named = named.spawn().unwrap();
+    let mut said = String::new();
+    BufReader::new(named.stdout.take().unwrap()).read_line(&mut said).unwrap();
+    assert_eq!(said, "has it\n");
+    let removed = served.remove();
+    // It reads the end of its input.
+    drop(named.stdin.take());
+    named.wait().unwrap();
+    removed.unwrap();
     assert_nothing_left(parent.path(), &path);
 }
 

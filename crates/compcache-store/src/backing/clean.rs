@@ -95,7 +95,7 @@ impl Backing {
     }
 
     fn clean_one(&self, store: &Store, leaf: &mut LeafCache, flight: &mut Flight, chosen: Begun) -> Outcome {
-        let (whole, Begun { segment, flight: number }) = (self.segment_bytes, chosen);
+        let (whole, Begun { segment, flight: number, .. }) = (self.segment_bytes, chosen);
         if self.medium.read_at(u64::from(segment) * whole as u64, &mut flight.image).is_err() {
             self.counts.failed_reads.fetch_add(1, Relaxed);
             self.segments.lock().put_off(chosen);

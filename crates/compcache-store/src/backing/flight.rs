@@ -400,9 +400,12 @@ impl Backing {
             if error != MediumError::NoSpace {
                 self.segments.lock().failed(begun);
                 self.set_health(Health::Failing(error));
-            } else if !self.segments.lock().no_room(begun) {
-                // If that is news, there may be something to clean.
-                self.set_health(Health::Full);
+            } else {
+                self.segments.lock().no_room(begun);
+                // If this flight did not know, there may be something to clean.
+                if begun.was_short {
+                    self.set_health(Health::Full);
+                }
             }
             self.gather_anew();
             return Err(error);

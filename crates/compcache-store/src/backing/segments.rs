@@ -129,6 +129,8 @@ pub(super) struct Segments {
 pub(super) struct Begun {
     pub segment: u32,
     pub flight: u64,
+    /// Whether it was known then that there is no room for more: what could be cleaned before was.
+    pub was_short: bool,
 }
 
 impl Segments {
@@ -277,7 +279,12 @@ impl Segments {
         self.flights += 1;
         self.take(found)?;
         (self.table[found].flight, self.table[found].live_bytes) = (self.flights, 0);
-        Some(Begun { segment: found as u32, flight: self.flights })
+        Some(Begun { segment: found as u32, flight: self.flights, was_short: self.is_short })
+    }
+
+    /// The segment as it is now.
+    fn begun(&self, segment: usize) -> Begun {
+        Begun { segment: segment as u32, flight: self.table[segment].flight, was_short: self.is_short }
     }
 
     /// A free segment is free no more.
@@ -356,10 +363,10 @@ impl Segments {
         }
     }
 
-    /// Nothing was written, as there is no room where the backing lies. Whether that is news.
-    pub fn no_room(&mut self, begun: Begun) -> bool {
+    /// Nothing was written, as there is no room where the backing lies.
+    pub fn no_room(&mut self, begun: Begun) {
         self.give_back(begun);
-        !core::mem::replace(&mut self.is_short, true)
+        self.is_short = true;
     }
 
     /// Whether this flight goes where there was no room.
@@ -374,14 +381,14 @@ impl Segments {
         }
         let found = self.first_fresh()?;
         self.take(found)?;
-        Some(Begun { segment: found as u32, flight: self.table[found].flight })
+        Some(self.begun(found))
     }
 
     /// Where there was no room: one to be given its room, which shows whether there is some again.
     pub fn next_to_try(&mut self) -> Option<Begun> {
         let found = if self.is_short { self.first_fresh()? } else { return None };
         self.take(found)?;
-        Some(Begun { segment: found as u32, flight: self.table[found].flight })
+        Some(self.begun(found))
     }
 
     /// It has its room, or there is none.
@@ -496,7 +503,7 @@ impl Segments {
             *chosen = true;
         }
         self.any_chosen = true;
-        Some(Begun { segment: best as u32, flight: self.table[best].flight })
+        Some(self.begun(best))
     }
 
     /// All that is left could not be read: each has its turn again before one has it twice.
@@ -553,7 +560,7 @@ impl Segments {
         let last = from + self.table[from..self.filled_to].iter().rposition(is_filled)?;
         self.take(last)?;
         self.filled_to = last;
-        Some(Begun { segment: last as u32, flight: self.table[last].flight })
+        Some(self.begun(last))
     }
 
     /// It was punched.

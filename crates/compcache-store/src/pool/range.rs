@@ -32,7 +32,7 @@ impl Pool {
                 discarded += u64::from(self.discard_one(index, &mut leaf));
             });
             let metas = self.core.tree.leaf(&store.tables, leaf_first).map(|leaf| &leaf.meta);
-            let is_empty = metas.is_some_and(|metas| metas.iter().all(|meta| meta.load(Relaxed) == 0));
+            let is_empty = metas.is_some_and(|metas| metas.iter().all(|meta| !slot::is_present(meta.load(Relaxed))));
             if is_empty {
                 self.core.free_leaf_or_note(store, leaf_first);
             }
@@ -189,5 +189,74 @@ impl Pool {
                 each(PageIndex(index));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::sync::Arc;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::config::{PoolConfig, StoreConfig};
+    use crate::page::Page;
+    use crate::pool::Read;
+    use crate::store::Store;
+    use crate::worker::Worker;
+
+    fn place() -> (Arc<Pool>, Worker) {
+        let store = Store::new(StoreConfig { reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap();
+        (store.create_pool(PoolConfig::default()).unwrap(), Worker::new(&store, || 0).unwrap())
+    }
+
+    fn page(seed: u8) -> Page {
+        core::array::from_fn(|byte| (byte as u8).wrapping_mul(seed) ^ (byte >> 8) as u8)
+    }
+
+    fn compact(pool: &Pool, worker: &mut Worker) {
+        while !pool.store.compact(worker, 1 << 20).finished {}
+    }
+
+    #[test]
+    fn a_leaf_in_which_somebody_looks_at_an_absent_page_goes_a_little_later() {
+        let (pool, mut worker) = place();
+        pool.write(&mut worker, PageIndex(7), &page(3)).unwrap();
+        compact(&pool, &mut worker);
+        let with_leaf = pool.stats().table_bytes;
+        let lock = || pool.core.tree.lock(&pool.store.tables, PageIndex(9), &mut LeafCache::default()).unwrap();
+
+        let looking = lock();
+        assert_eq!(pool.discard_range(PageIndex(0), PageIndex::LIMIT), 1);
+        assert_eq!(pool.stats().table_bytes, with_leaf, "it is in use");
+        // Compaction meets it in use, too.
+        compact(&pool, &mut worker);
+        drop(looking);
+        compact(&pool, &mut worker);
+        assert!(pool.stats().table_bytes < with_leaf, "{with_leaf} bytes as before");
+    }
+
+    #[test]
+    fn who_only_looks_waits_for_nobody_in_another_area() {
+        let (pool, mut worker) = place();
+        let mut looks = Worker::new(&pool.store, || 0).unwrap();
+        let (here, there) = (PageIndex(7), PageIndex(7 + (FANOUT as u64 * 5)));
+        pool.write(&mut worker, here, &page(3)).unwrap();
+        pool.read(&mut looks, here, &mut [0; 4096]).unwrap();
+        let leaf_of = |index| core::ptr::from_ref(pool.core.tree.leaf(&pool.store.tables, index).unwrap());
+        let leaf_of_here = leaf_of(here);
+        pool.discard_range(PageIndex(0), FANOUT as u64);
+        pool.write(&mut worker, there, &page(5)).unwrap();
+        assert_eq!(leaf_of(there), leaf_of_here, "the same leaf serves another area");
+        let held = pool.core.tree.lock(&pool.store.tables, there, &mut LeafCache::default()).unwrap();
+
+        let (done, is_done) = mpsc::channel();
+        let pool = &pool;
+        std::thread::scope(|scope| {
+            scope.spawn(move || done.send(pool.look_at(&mut looks, here, &mut [0; 4096]).unwrap()));
+            let looked = is_done.recv_timeout(Duration::from_secs(20));
+            drop(held);
+            assert_eq!(looked, Ok(Read::Absent));
+        });
     }
 }

@@ -9,7 +9,7 @@ use crate::codec::CodecId;
 use crate::error::StoreError;
 use crate::page::{self, Page, PageIndex};
 use crate::slot::{Member, Object, Slot};
-use crate::table::SlotGuard;
+use crate::table::{LeafCache, SlotGuard};
 use crate::worker::Worker;
 
 /// What a read found.
@@ -66,6 +66,8 @@ impl Pool {
     /// As [`Pool::read`].
     pub fn look_at(&self, worker: &mut Worker, index: PageIndex, page: &mut Page) -> Result<Read, StoreError> {
         let start_ns = worker.now_ns();
+        // The leaf it used last may be another area's by now, and not even for a moment must it have a slot there.
+        worker.leaf = LeafCache::default();
         self.read_from(worker, index, page, start_ns, Then::Untouched).0
     }
 

@@ -18,7 +18,7 @@
 //! of ages that counts as cold has two ends.
 
 use core::ops::RangeInclusive;
-use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use super::{Pool, PoolCore, write};
 use crate::checksum;
@@ -113,7 +113,7 @@ impl Pool {
         cold: &RangeInclusive<u8>,
         from: PageIndex,
     ) -> Option<PageIndex> {
-        let (tables, now) = (&self.store.tables, self.store.age());
+        let tables = &self.store.tables;
         let serial = self.core.serial();
         recompressor.begin(serial, from);
         let (mut next, mut looked, mut vain) = (from, 0, 0);
@@ -126,8 +126,10 @@ impl Pool {
             looked += FANOUT;
             if let Some(leaf) = self.core.tree.leaf(tables, first) {
                 for index in first.max(next).0..end.0 {
-                    let meta = leaf.meta[(index - first.0) as usize].load(Relaxed);
-                    let is_cold = slot::is_stored(meta) && cold.contains(&now.wrapping_sub(slot::age(meta)));
+                    let meta = leaf.meta[(index - first.0) as usize].load(Acquire);
+                    // Of the store after the page: used in an age that has just begun, it would be older than all others.
+                    let ago = self.store.age().wrapping_sub(slot::age(meta));
+                    let is_cold = slot::is_stored(meta) && cold.contains(&ago);
                     if !is_cold && !slot::is_grouped(meta) {
                         continue;
                     }

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use compcache_block::nbd::listen_alone;
+use compcache_block::nbd::{is_answered, listen_alone};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
@@ -145,18 +145,14 @@ fn remove_if_dead(socket: &Path) -> anyhow::Result<()> {
     if !found.file_type().is_socket() {
         bail!("{} is there already, and is no socket; name another place with --socket", socket.display());
     }
-    match UnixStream::connect(socket) {
-        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-            fs::remove_file(socket).with_context(|| format!("cannot replace {}", socket.display()))
-        }
-        Err(error) => {
-            Err(error).with_context(|| format!("cannot tell whether somebody answers at {}", socket.display()))
-        }
-        Ok(_) => bail!(
+    let answered = is_answered(socket);
+    if answered.with_context(|| format!("cannot tell whether somebody answers at {}", socket.display()))? {
+        bail!(
             "somebody already answers at {}; end that server first, or name another socket with --socket",
             socket.display()
-        ),
+        );
     }
+    fs::remove_file(socket).with_context(|| format!("cannot replace {}", socket.display()))
 }
 
 /// Answers line after line until the other end has no more to ask.

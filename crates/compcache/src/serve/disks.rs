@@ -19,7 +19,7 @@ use crate::kernel::ram_bytes;
 use crate::serve::backing::{self, DiskBacking};
 use crate::serve::cold::{Cold, Done};
 use crate::serve::origin::DiskOrigin;
-use crate::serve::safe::Safety;
+use crate::serve::safe::{self, Safety};
 use crate::serve::wire::{Claimed, Wire};
 use crate::size::Shown;
 
@@ -344,6 +344,9 @@ impl Disks {
         };
         if let Some((change, backing)) = backing {
             backing.refuse(change)?;
+        }
+        if let (Shows::Pool(disk), true) = (&attached.shows, attached.for_swap) {
+            safe::refuse_change(disk, change.size_bytes, change.limit_bytes)?;
         }
         // Of a disk with an origin this is refused before anything is changed.
         if let Some(size_bytes) = change.size_bytes {

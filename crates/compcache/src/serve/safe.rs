@@ -248,6 +248,32 @@ fn least_limit_bytes(table_bytes: u64) -> u64 {
     (table_bytes + LEAST_FOR_PAGES_BYTES).div_ceil(9) * 10
 }
 
+/// What was prepared for swap stays, so that a limit must be more than that.
+fn refuse_too_little(limit_bytes: u64, table_bytes: u64) -> anyhow::Result<()> {
+    let least_bytes = least_limit_bytes(table_bytes);
+    if limit_bytes < least_bytes {
+        bail!(
+            "a limit of {} has no room for the tables of the disk, {}, and pages beside them; write --limit {}M at least, or a \
+             smaller --size",
+            Shown(limit_bytes),
+            Shown(table_bytes),
+            least_bytes.div_ceil(1 << 20)
+        );
+    }
+    Ok(())
+}
+
+/// Refuses to change size or limit of a disk that serves swap to what leaves no room for pages.
+pub fn refuse_change(disk: &Disk, size_bytes: Option<u64>, limit_bytes: Option<u64>) -> anyhow::Result<()> {
+    let stats = disk.stats();
+    let more_bytes = size_bytes.map_or(0, |bytes| bytes.saturating_sub(disk.size_bytes()));
+    if more_bytes == 0 && limit_bytes.is_none() {
+        return Ok(());
+    }
+    let table_bytes = stats.table_bytes.saturating_add((more_bytes / PAGE_SIZE as u64).saturating_mul(TABLE_BYTES));
+    refuse_too_little(limit_bytes.unwrap_or(stats.mem_limit), table_bytes)
+}
+
 /// What a disk needs to be there.
 fn prepare(store: &Store, disk: &Disk, reserve_bytes: u64) -> anyhow::Result<()> {
     let pages = disk.size_bytes() / PAGE_SIZE as u64;
@@ -259,16 +285,7 @@ fn prepare(store: &Store, disk: &Disk, reserve_bytes: u64) -> anyhow::Result<()>
     };
     disk.pool().prepare(pages).with_context(tables)?;
     let stats = disk.stats();
-    let least_bytes = least_limit_bytes(stats.table_bytes);
-    if stats.mem_limit < least_bytes {
-        bail!(
-            "a limit of {} has no room for the tables of the disk, {}, and pages beside them; write --limit {}M at least, or a \
-             smaller --size",
-            Shown(stats.mem_limit),
-            Shown(stats.table_bytes),
-            least_bytes.div_ceil(1 << 20)
-        );
-    }
+    refuse_too_little(stats.mem_limit, stats.table_bytes)?;
     for (start, bytes) in disk.pool().backing().into_iter().flat_map(|backing| backing.memory_ranges()) {
         // SAFETY: populating changes no content, whatever is there.
         let populated = unsafe { madvise(start as *mut c_void, bytes, Advice::LinuxPopulateWrite) };

@@ -224,6 +224,11 @@ fn swap_that_cannot_be_made_leaves_nothing_behind() {
     server.refuses(&limited("8M"), &["swap stays as it was", "8.0 MiB has no room for the tables", "--limit 15M"]);
     server.refuses(&limited("14M"), &["swap stays as it was", "14.0 MiB has no room for the tables", "--limit 15M"]);
     server.ok(&limited("15M"));
+    // What it must not be made with it must not become.
+    server.refuses(&["disk", "change", "s", "--limit", "14M"], &["14.0 MiB has no room for the tables", "--limit 15M"]);
+    server.refuses(&["disk", "resize", "s", "8G"], &["15.0 MiB has no room for the tables", "--limit"]);
+    let is = server.ok(&["disk", "list", "--json"]);
+    assert!([4 << 30, 15 << 20].iter().all(|bytes: &u64| is.contains(&bytes.to_string())), "it is as it was: {is}");
     server.ok(&["swap", "off"]);
     server.refuses(&on(&["--priority", "40000"]), &["--priority"]);
     for backing in ["/dev/null", "/no/such/device", "/tmp"] {

@@ -235,3 +235,14 @@ fn a_copy_does_not_take_what_its_ancestor_filled_for_what_it_has_filled() {
     assert_eq!((segments.own(), segments.filled, segments.table.iter().filter(is_filled).count()), (0..8, 0, 0));
     (0..7).for_each(|_| _ = written(&mut segments, 7));
 }
+
+#[test]
+fn two_flights_that_find_no_room_at_once_have_both_not_known_before() {
+    let mut segments = segments(8);
+    let [first, second] = [0; 2].map(|spare| segments.begin(spare).unwrap());
+    segments.no_room(first);
+    segments.no_room(second);
+    assert!(!first.was_short && !second.was_short, "each may find something to clean");
+    segments.is_short_no_more();
+    assert!(!segments.begin(0).unwrap().was_short);
+}
