@@ -275,6 +275,9 @@ impl Pool {
     }
 }
 
+/// How often a leaf is tried that somebody has a slot of, for some tens of nanoseconds or until he runs again.
+const DROP_PATIENCE: u32 = 10_000;
+
 impl Drop for Pool {
     fn drop(&mut self) {
         // Compaction holds the registry while it works on a pool, and a flight as long as it gathers; after this they do not know this one
@@ -283,12 +286,14 @@ impl Drop for Pool {
         self.core.settling.iter().for_each(|settling| drop(settling.lock()));
         self.core.tree.let_go();
         self.discard_range(PageIndex(0), PageIndex::LIMIT);
-        // A worker of another pool may have a slot of a leaf for a moment, which was that pool's when it looked there last.
-        while let Some(first) = self.core.tree.next_leaf(&self.store.tables, PageIndex(0), PageIndex(PageIndex::LIMIT))
+        // A worker of another pool may have a slot of a leaf for a moment, which was that pool's when it looked there last. Only in a copy of a
+        // process could nobody be left who gives it back.
+        let mut patience = DROP_PATIENCE;
+        while patience > 0
+            && let Some(first) = self.core.tree.next_leaf(&self.store.tables, PageIndex(0), PageIndex(PageIndex::LIMIT))
         {
-            if self.core.tree.free_leaf_if_empty(&self.store.tables, first, &self.store.budget) == 0 {
-                core::hint::spin_loop();
-            }
+            let freed_bytes = self.core.tree.free_leaf_if_empty(&self.store.tables, first, &self.store.budget);
+            patience -= u32::from(freed_bytes == 0);
         }
         self.core.tree.dismantle(&self.store.tables);
     }
