@@ -279,7 +279,7 @@ impl Segments {
         self.flights += 1;
         self.take(found)?;
         (self.table[found].flight, self.table[found].live_bytes) = (self.flights, 0);
-        Some(Begun { segment: found as u32, flight: self.flights, was_short: self.is_short })
+        Some(self.begun(found))
     }
 
     /// The segment as it is now.

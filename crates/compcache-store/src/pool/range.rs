@@ -24,21 +24,24 @@ impl Pool {
     /// Forgets the `count` pages from `first` on and returns how many of them were there. Tables that become empty are
     /// freed. What is beyond the last index is ignored, so `count` may be [`PageIndex::LIMIT`].
     pub fn discard_range(&self, first: PageIndex, count: u64) -> u64 {
-        let store = &self.store;
         let mut discarded = 0;
         let mut leaf = LeafCache::default();
         self.for_each_leaf(first, count, |leaf_first| {
             self.for_each_in_leaf(leaf_first, first, count, |index| {
                 discarded += u64::from(self.discard_one(index, &mut leaf));
             });
-            let metas = self.core.tree.leaf(&store.tables, leaf_first).map(|leaf| &leaf.meta);
-            let is_empty = metas.is_some_and(|metas| metas.iter().all(|meta| !slot::is_present(meta.load(Relaxed))));
-            if is_empty {
-                self.core.free_leaf_or_note(store, leaf_first);
-            }
+            self.free_leaf_if_empty(leaf_first);
         });
         self.core.counters.shard(NO_WORKER).discards.fetch_add(discarded, Relaxed);
         discarded
+    }
+
+    /// Frees the leaf of that page if none of its pages is stored, or has compaction do so if somebody is looking at one.
+    pub(super) fn free_leaf_if_empty(&self, index: PageIndex) {
+        let metas = self.core.tree.leaf(&self.store.tables, index).map(|leaf| &leaf.meta);
+        if metas.is_some_and(|metas| metas.iter().all(|meta| !slot::is_present(meta.load(Relaxed)))) {
+            self.core.free_leaf_or_note(&self.store, index);
+        }
     }
 
     /// Makes the tables of the first `count` pages now, so that storing these pages touches no new table: for a pool that

@@ -189,10 +189,10 @@ impl Pool {
         let (id, compressed) = worker.codecs.compress(self.codec(), page, &store.dictionaries)?;
         let (codec, bytes, written) = form(id, compressed, page);
         let tree = &self.core.tree;
-        let made = tree.lock_or_make(&store.tables, index, &mut worker.leaf, &store.budget, Charge::Limited);
-        let placed = made.and_then(|guard| self.place(guard, codec, bytes, &mut worker.credit, worker.number));
-        // Tables that were made for it go with the next compaction.
-        placed.inspect_err(|_| self.core.note_emptied())?;
+        let guard = tree.lock_or_make(&store.tables, index, &mut worker.leaf, &store.budget, Charge::Limited)?;
+        let placed = self.place(guard, codec, bytes, &mut worker.credit, worker.number);
+        // It may have been made for this page.
+        placed.inspect_err(|_| self.free_leaf_if_empty(index))?;
         Ok(written)
     }
 

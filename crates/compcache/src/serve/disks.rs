@@ -346,7 +346,9 @@ impl Disks {
             backing.refuse(change)?;
         }
         if let (Shows::Pool(disk), true) = (&attached.shows, attached.for_swap) {
-            safe::refuse_change(disk, change.size_bytes, change.limit_bytes)?;
+            let stays =
+                || format!("disk {0} stays as it is; `compcache disk change {0}` changes its limit", change.name);
+            safe::refuse_change(disk, change.size_bytes, change.limit_bytes).with_context(stays)?;
         }
         // Of a disk with an origin this is refused before anything is changed.
         if let Some(size_bytes) = change.size_bytes {
