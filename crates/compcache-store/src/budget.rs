@@ -109,7 +109,7 @@ impl Budget {
     }
 
     /// Charges `bytes` if that stays within the limit, also while writes are refused. If not, nobody else is refused for it: for the
-    /// reserve, and for what gives back more than it takes.
+    /// reserve, for the tables of same-filled pages, and for what gives back more than it takes.
     pub fn charge_if_it_fits(&self, bytes: u64) -> Result<(), StoreError> {
         let limit_bytes = self.limit_bytes();
         let fits = |charged: u64| charged.checked_add(bytes).filter(|sum| *sum <= limit_bytes);
@@ -137,7 +137,7 @@ impl Budget {
         self.charged.load(Ordering::Relaxed) > self.limit.load(Ordering::Relaxed) / 100 * percent
     }
 
-    /// Charges `bytes` whatever the limit says: for table pages of same-filled pages and moves, which must not fail.
+    /// Charges `bytes` whatever the limit says: for table pages of moves, which must not fail.
     pub fn charge(&self, bytes: u64) {
         self.charged.fetch_add(bytes, Ordering::Relaxed);
     }

@@ -30,7 +30,7 @@
 //!   ([`Pool::fetch`]). Everybody else is told where it is ([`Read::OnBacking`]).
 //! - Pages that were not used for a while can be compressed together ([`Pool::recompress`]); they are read, written and discarded
 //!   one by one as before.
-//! - Memory stays below the limit, except for the tables of same-filled and moved pages (twelve bytes a page).
+//! - Memory stays below the limit, except for the tables of moved pages (twelve bytes a page).
 //!
 //! # Lock order
 //! 0. a flight of a backing, its cleaning (both while its medium is written to; nobody waits for them), its plan (while it gathers)

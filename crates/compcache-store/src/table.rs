@@ -76,7 +76,9 @@ struct Growth {
 pub(crate) enum Charge {
     /// Refused at the limit.
     Limited,
-    /// Charged past the limit if it must be: same-filled pages and moves do not fail for want of a table page.
+    /// Refused where it would pass the limit, and nobody else for it: same-filled pages are stored while others are refused.
+    IfItFits,
+    /// Charged past the limit if it must be: moves do not fail for want of a table page.
     Always,
 }
 
@@ -207,6 +209,7 @@ impl Charge {
     fn take(self, budget: &Budget, bytes: usize) -> Result<(), StoreError> {
         match self {
             Charge::Limited => budget.try_charge(bytes as u64)?,
+            Charge::IfItFits => budget.charge_if_it_fits(bytes as u64)?,
             Charge::Always => budget.charge(bytes as u64),
         }
         budget.touched(bytes as u64);

@@ -548,9 +548,14 @@ fn a_full_store_still_takes_same_filled_pages_and_rewrites_that_shrink() {
         let written = pool.write(&mut worker, PageIndex(index), &page_of(index + 7, 20));
         assert!(matches!(written, Ok(Written::Compressed { .. })), "{written:?}");
     }
-    for index in stored..stored + 5000 {
-        assert_eq!(pool.write(&mut worker, PageIndex(index), &[0x77; 4096]), Ok(Written::SameFilled));
-    }
+    // As far as there are tables, and no further.
+    let same_filled =
+        (stored..).take_while(|index| pool.write(&mut worker, PageIndex(*index), &[0x77; 4096]).is_ok()).count() as u64;
+    assert!(
+        (stored + same_filled).is_multiple_of(1024) && same_filled > 0,
+        "{stored} pages, and {same_filled} of a word"
+    );
+    assert!(store.mem_used_total_bytes() <= 4 * MIB);
     for index in 0..stored / 2 {
         assert_eq!(pool.read(&mut worker, PageIndex(index), &mut back), Ok(Read::Done));
         assert!(back == page_of(index + 7, 20));
@@ -578,17 +583,17 @@ fn a_pools_own_limit_holds_for_it_alone() {
 }
 
 #[test]
-fn the_tables_of_pages_far_from_each_other_do_not_take_a_pool_past_its_limit() {
-    let store = store(u64::MAX);
-    let (pool, mut worker) = pool(&store);
-    // At ends that a page, a leaf and nodes do not meet at once.
-    for extra in 0..8 {
-        pool.discard_range(PageIndex(0), PageIndex::LIMIT);
+fn the_tables_of_pages_far_from_each_other_take_neither_a_pool_nor_its_store_past_its_limit() {
+    // At ends that a page, a leaf and nodes do not meet at once; of pages of one word the tables are all.
+    for (extra, is_word, of_store) in (0..32).map(|nth| (nth / 4, nth & 1 == 0, nth & 2 == 0)) {
         let limit = MIB + extra * 4096;
-        pool.set_limit_bytes(limit);
+        let (store, of_pool) = if of_store { (store(limit), u64::MAX) } else { (store(u64::MAX), limit) };
+        let (pool, mut worker) = pool(&store);
+        pool.set_limit_bytes(of_pool);
         let far = |nth: u64| PageIndex(nth * (1 << 11) + (nth % 3) * (1 << 21));
-        let refused = (0..).find(|nth| pool.write(&mut worker, far(*nth), &page_of(*nth, 50)).is_err()).unwrap();
-        let used = pool.stats().mem_used_total;
+        let content = |nth: u64| if is_word { [7; 4096] } else { page_of(nth, 50) };
+        let refused = (0..).find(|nth| pool.write(&mut worker, far(*nth), &content(*nth)).is_err()).unwrap();
+        let used = if of_store { store.mem_used_total_bytes() } else { pool.stats().mem_used_total };
         assert!(used <= limit && refused > 40, "{used} of {limit} after {refused} pages");
     }
 }

@@ -257,7 +257,7 @@ impl DiskLane {
     fn zero_blocks(&mut self, blocks: Range<u64>, manner: Manner) -> Result<Outcome, DeviceError> {
         self.change_blocks(Request::WriteZeroes, blocks, manner, |disk, worker, blocks| {
             for block in blocks {
-                disk.pool.write(worker, PageIndex(block), &ZEROES)?;
+                done!(disk.write_pages(worker, block, std::slice::from_ref(&ZEROES), manner));
             }
             Ok(Outcome::Done(()))
         })

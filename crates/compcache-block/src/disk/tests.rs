@@ -46,6 +46,38 @@ fn a_full_disk_says_so_and_takes_blocks_again_after_a_discard() {
 }
 
 #[test]
+fn zeroes_far_from_each_other_do_not_take_a_disk_past_its_limit() {
+    let disk = disk(1 << 40, u64::MAX);
+    disk.pool().set_limit_bytes(1 << 20);
+    let mut lane = disk.clone().lane().unwrap();
+    let refusal = |mut write: Box<dyn FnMut(u64) -> Result<Outcome, DeviceError> + '_>| {
+        (0..1 << 40)
+            .step_by(4 << 20)
+            .map(|at| write(at))
+            .find(Result::is_err)
+            .map(|refused| refused.unwrap_err().errno())
+    };
+    assert_eq!(refusal(Box::new(|at| lane.write_zeroes(at, 4096, Zeroes::AreData, WAITING))), Some(28));
+    assert_eq!(refusal(Box::new(|at| lane.write(at, &[0; 4096], WAITING))), Some(28));
+    assert!(disk.stats().mem_used_total <= 1 << 20);
+    // Those that may be holes need no room.
+    assert_eq!(lane.write_zeroes(1 << 39, 4096, Zeroes::MayBeHoles, WAITING), DONE);
+}
+
+#[test]
+fn for_the_tables_of_zeroes_other_blocks_leave_for_the_backing() {
+    let disk = disk_on_backing(3 << 20, 64 << 20);
+    let mut lane = disk.clone().lane().unwrap();
+    let mut next = (0..16 << 20).step_by(4096);
+    for at in (16 << 20..64 << 20).step_by(4 << 20) {
+        // There is no room left.
+        while lane.write(next.next().unwrap(), &noise(4096, at), Manner::AT_ONCE) == DONE {}
+        assert_eq!(lane.write_zeroes(at, 4096, Zeroes::AreData, WAITING), DONE);
+    }
+    assert!(disk.pool().store().mem_used_total_bytes() <= 3 << 20);
+}
+
+#[test]
 fn what_was_beyond_a_smaller_end_does_not_come_back_when_the_disk_grows() {
     let disk = disk(1 << 20, u64::MAX);
     let mut lane = disk.clone().lane().unwrap();

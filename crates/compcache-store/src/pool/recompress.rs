@@ -280,7 +280,7 @@ impl Pool {
         let (codec, bytes, _) = write::form(id, compressed, page);
         let mut aside = store.aside.lock();
         let credit = aside.credit(&store.budget)?;
-        let _reservation = self.core.reserve_if_it_fits()?;
+        let _reservation = self.core.reserve_if_it_fits(PAGE_SIZE as u64)?;
         self.place(guard, codec, bytes, credit, worker.number)
     }
 }
@@ -378,7 +378,7 @@ mod tests {
             let mut other = Worker::new(&pool.store, || 0).unwrap();
             if is_pools {
                 pool.set_limit_bytes(pool.core.used_bytes() + PAGE_SIZE as u64 + 100);
-                let held = pool.core.reserve_if_it_fits().unwrap();
+                let held = pool.core.reserve_if_it_fits(PAGE_SIZE as u64).unwrap();
                 pool.recompress(&mut other, &mut recompressor, 200..=255, PageIndex(0)).unwrap();
                 drop(held);
             } else {

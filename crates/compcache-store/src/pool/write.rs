@@ -115,10 +115,10 @@ impl PoolCore {
 }
 
 impl PoolCore {
-    /// As [`PoolCore::reserve`], also while writes are refused; and where there is no room, nobody else is refused for it.
-    pub(super) fn reserve_if_it_fits(&self) -> Result<Reservation<'_>, StoreError> {
+    /// As [`PoolCore::reserve`], so many bytes, also while writes are refused; and where there is no room, nobody else is refused for it.
+    pub(super) fn reserve_if_it_fits(&self, bytes: u64) -> Result<Reservation<'_>, StoreError> {
         let mut reservation = self.hold();
-        let reserved = reservation.grow(PAGE_SIZE as u64);
+        let reserved = reservation.grow(bytes);
         let (used_bytes, limit_bytes) = (self.used_bytes(), self.limit.bytes());
         match used_bytes + reserved > limit_bytes {
             true => Err(StoreError::LimitReached { used_bytes, limit_bytes }),
@@ -130,8 +130,8 @@ impl PoolCore {
 impl Pool {
     /// Stores `page` as page `index`; what the page held before is freed.
     ///
-    /// A page of one repeated word is always accepted. At a limit, a page that has an object already is accepted if its
-    /// new content fits into the slot of the old; everything else is refused.
+    /// At a limit, a page of one repeated word is accepted where its tables are, and a page that has an object already if its new content
+    /// fits into the slot of the old; everything else is refused.
     ///
     /// # Errors
     /// [`StoreError::LimitReached`], [`StoreError::MemoryRefused`]: nothing was stored, and the page still holds its **old**
@@ -168,9 +168,7 @@ impl Pool {
         }
         let store = &self.store;
         if let Some(word) = page::repeated_word(page) {
-            let tree = &self.core.tree;
-            let guard = tree.lock_or_make(&store.tables, index, &mut worker.leaf, &store.budget, Charge::Always)?;
-            self.replace(guard, Slot::SameFilled { word }, worker.number);
+            self.replace(self.lock_for_word(worker, index)?, Slot::SameFilled { word }, worker.number);
             return Ok(Written::SameFilled);
         }
         // Room first, work second.
@@ -182,6 +180,16 @@ impl Pool {
             }
             written => written,
         }
+    }
+
+    /// The slot of a page of one repeated word. It takes no memory but that of its tables, if they have to be made.
+    fn lock_for_word(&self, worker: &mut Worker, index: PageIndex) -> Result<SlotGuard<'_>, StoreError> {
+        let (tables, tree) = (&self.store.tables, &self.core.tree);
+        if let Some(guard) = tree.lock(tables, index, &mut worker.leaf) {
+            return Ok(guard);
+        }
+        let _reservation = self.core.reserve_if_it_fits(tree.missing_bytes(tables, index))?;
+        tree.lock_or_make(tables, index, &mut worker.leaf, &self.store.budget, Charge::IfItFits)
     }
 
     fn write_object(&self, worker: &mut Worker, index: PageIndex, page: &Page) -> Result<Written, StoreError> {
