@@ -50,15 +50,11 @@ fn zeroes_far_from_each_other_do_not_take_a_disk_past_its_limit() {
     let disk = disk(1 << 40, u64::MAX);
     disk.pool().set_limit_bytes(1 << 20);
     let mut lane = disk.clone().lane().unwrap();
-    let refusal = |mut write: Box<dyn FnMut(u64) -> Result<Outcome, DeviceError> + '_>| {
-        (0..1 << 40)
-            .step_by(4 << 20)
-            .map(|at| write(at))
-            .find(Result::is_err)
-            .map(|refused| refused.unwrap_err().errno())
-    };
-    assert_eq!(refusal(Box::new(|at| lane.write_zeroes(at, 4096, Zeroes::AreData, WAITING))), Some(28));
-    assert_eq!(refusal(Box::new(|at| lane.write(at, &[0; 4096], WAITING))), Some(28));
+    let places = || (0..1 << 40).step_by(4 << 20);
+    let refused = places().find_map(|at| lane.write_zeroes(at, 4096, Zeroes::AreData, WAITING).err());
+    assert_eq!(refused.map(|refused| refused.errno()), Some(28));
+    let refused = places().find_map(|at| lane.write(at, &[0; 4096], WAITING).err());
+    assert_eq!(refused.map(|refused| refused.errno()), Some(28));
     assert!(disk.stats().mem_used_total <= 1 << 20);
     // Those that may be holes need no room.
     assert_eq!(lane.write_zeroes(1 << 39, 4096, Zeroes::MayBeHoles, WAITING), DONE);
