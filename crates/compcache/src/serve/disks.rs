@@ -38,12 +38,20 @@ pub struct Disks {
 #[derive(Default)]
 struct Named {
     by_name: BTreeMap<String, Attached>,
-    /// What the caches of those may take that are being made, without the lock: it takes as long as what is to lie below them.
-    coming: BTreeMap<String, u64>,
+    /// Those that are being made, without the lock: it takes as long as what is to lie below them.
+    coming: BTreeMap<String, Comes>,
     /// Those that are being ended, without the lock: it takes as long as what lies below them. Some may come back.
     leaving: BTreeMap<String, Leaves>,
     /// The server is at its end: a disk made now would be left behind.
     ending: bool,
+}
+
+/// What a disk that is being made has already.
+#[derive(Default)]
+struct Comes {
+    cache_bytes: u64,
+    /// The system may know a device of it, and read there: it must not be left behind.
+    is_started: bool,
 }
 
 /// What a disk that is being ended has still.
@@ -101,7 +109,8 @@ impl Named {
     /// What the caches of disks with an origin may take.
     fn cache_bytes(&self) -> u64 {
         let leaving = self.leaving.values().map(|disk| disk.cache_bytes);
-        self.by_name.values().map(Attached::cache_bytes).chain(self.coming.values().copied()).chain(leaving).sum()
+        let coming = self.coming.values().map(|disk| disk.cache_bytes);
+        self.by_name.values().map(Attached::cache_bytes).chain(coming).chain(leaving).sum()
     }
 
     /// Where all of them are found.
@@ -118,11 +127,17 @@ impl Named {
         Ok(attached)
     }
 
+    /// It is there again.
+    fn stay(&mut self, name: String, attached: Attached) {
+        self.leaving.remove(&name);
+        self.by_name.insert(name, attached);
+    }
+
     /// It has ended, or is there again.
     fn left(&mut self, name: &str, ended: Result<(), Box<Stays>>) -> anyhow::Result<()> {
         self.leaving.remove(name);
         ended.map_err(|stays| {
-            self.by_name.insert(name.to_owned(), stays.attached);
+            self.stay(name.to_owned(), stays.attached);
             stays.why
         })
     }
@@ -173,10 +188,12 @@ impl Disks {
     /// Ends every disk, and lets no more be made.
     ///
     /// # Errors
-    /// Some are in use; then all stay, and the server goes on. Or the system does not let go of one, which stays.
+    /// Some are in use; then all stay, and the server goes on. Or the system does not let go of one, which stays, and with it all that have not
+    /// ended before it.
     pub fn remove_all(&self) -> anyhow::Result<()> {
         let mut disks = self.lock();
-        if let Some(name) = disks.leaving.keys().next() {
+        let started = disks.coming.iter().filter(|(_, disk)| disk.is_started).map(|(name, _)| name);
+        if let Some(name) = disks.leaving.keys().chain(started).next() {
             return Err(disks.not_there(name));
         }
         // None is ended before nobody can begin to use any.
@@ -185,16 +202,17 @@ impl Disks {
         let claims = claims.collect::<anyhow::Result<Vec<_>>>()?;
         disks.ending = true;
         let all = claims.into_iter().map(|(name, claim)| disks.leave(&name).map(|attached| (name, attached, claim)));
-        let all = all.collect::<anyhow::Result<Vec<_>>>()?;
+        let mut all = all.collect::<anyhow::Result<Vec<_>>>()?;
         drop(disks);
-        let mut kept = Ok(());
-        for (name, attached, claim) in all {
+        // Those first that the system may not let go of.
+        all.sort_by_key(|(_, attached, _)| matches!(attached.wire, Wire::Nbd { .. }));
+        let mut all = all.into_iter();
+        let kept = all.by_ref().try_for_each(|(name, attached, claim)| {
             let ended = attached.end_claimed(&name, claim);
-            if let Err(why) = self.lock().left(&name, ended) {
-                kept = Err(why);
-            }
-        }
+            self.lock().left(&name, ended)
+        });
         let mut disks = self.lock();
+        all.for_each(|(name, attached, _)| disks.stay(name, attached));
         disks.ending = kept.is_ok();
         if kept.is_ok() {
             self.safety.end();
@@ -258,9 +276,14 @@ impl Disks {
         let disks = self.lock();
         let name = disks.name_for(wanted.name.as_deref(), wanted.for_swap)?;
         self.refuse_too_much(disks.cache_bytes(), origin.memory_bytes)?;
-        let open = |own: &[String]| DiskOrigin::open(origin, codec, own);
-        let (origin, mut disks) = self.opening(disks, &name, origin.memory_bytes, open)?;
-        let wire = Wire::start(&name, origin.device(), &wanted.at, false, &self.directory)?;
+        let open = |own: &[String]| {
+            let origin = DiskOrigin::open(origin, codec, own)?;
+            // The system looks for partitions there before it has a device.
+            self.starting(&name)?;
+            let wire = Wire::start(&name, origin.device(), &wanted.at, false, &self.directory)?;
+            Ok((origin, wire))
+        };
+        let ((origin, wire), mut disks) = self.opening(disks, &name, origin.memory_bytes, open)?;
         let (shows, recompress, presence) = (Shows::Origin(origin), Recompress::NEVER, Presence::default());
         let attached = Attached { shows, codec, recompress, wire, for_swap: false, presence, backing: None };
         let state = attached.state(&name);
@@ -278,7 +301,7 @@ impl Disks {
         open: impl FnOnce(&[String]) -> anyhow::Result<T>,
     ) -> anyhow::Result<(T, MutexGuard<'d, Named>)> {
         let own = disks.devices();
-        disks.coming.insert(name.to_owned(), cache_bytes);
+        disks.coming.insert(name.to_owned(), Comes { cache_bytes, is_started: false });
         drop(disks);
         let opened = open(&own);
         let mut disks = self.lock();
@@ -287,6 +310,16 @@ impl Disks {
             bail!("the server is ending");
         }
         Ok((opened?, disks))
+    }
+
+    /// The transport of a disk that is being made begins: the server does not end before it has.
+    fn starting(&self, name: &str) -> anyhow::Result<()> {
+        let mut disks = self.lock();
+        if disks.ending {
+            bail!("the server is ending");
+        }
+        disks.coming.entry(name.to_owned()).or_default().is_started = true;
+        Ok(())
     }
 
     /// A cache of `more_bytes` beside others of `cache_bytes`: with what other disks may take, no more than there is.
@@ -599,7 +632,7 @@ mod tests {
         let mut disks = Named::default();
         assert_eq!(disks.name_for(None, true).unwrap(), "swap0");
         disks.leaving.insert("swap0".into(), leaves());
-        disks.coming.insert("swap1".into(), 1 << 20);
+        disks.coming.insert("swap1".into(), Comes { cache_bytes: 1 << 20, is_started: false });
         assert_eq!(disks.name_for(None, true).unwrap(), "swap2");
         assert_eq!(disks.name_for(None, false).unwrap(), "disk0");
         for (name, why) in [("swap0", "being removed"), ("swap1", "being made")] {

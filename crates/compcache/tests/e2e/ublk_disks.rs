@@ -44,6 +44,18 @@ serve
 is grep 'removed /dev/ublkb0, of a server that was killed' /tmp/served
 not test -e /dev/ublkc0
 is compcache disk create --name c --size 16M; says /dev/ublkb0
+compcache serve --socket /run/other/control 2>/tmp/served & other=$!
+until grep -qs 'serving at' /tmp/served; do sleep 1; done
+export COMPCACHE_SOCKET=/run/other/control
+kill -STOP $server
+compcache disk create --name over --origin /dev/ublkb0 --memory 4M --transport ublk >/tmp/over 2>&1 & made=$!
+until test -e /dev/ublkc1; do sleep 1; done; sleep 1
+is timeout 10 compcache list
+not timeout 10 compcache show over; says 'is being made'
+kill -HUP $other; sleep 1; is kill -0 $other; is grep 'over is being made' /tmp/served
+kill -CONT $server
+is wait $made; is grep /dev/ublkb1 /tmp/over
+kill $other; is wait $other
 kill $server; wait $server; echo "the server's status: $?"
 not test -e /dev/ublkc0
 "#;
