@@ -43,8 +43,11 @@ struct Swap {
 
 impl Swap {
     fn on() -> Swap {
-        let server = Server::start(&["--memory", "1G"]);
-        let printed = server.ok(&[&ON[..], &["s", "--transport", "loop"]].concat());
+        Swap::of(Server::start(&["--memory", "1G"]), &[&ON[..], &["s", "--transport", "loop"]].concat())
+    }
+
+    fn of(server: Server, on: &[&str]) -> Swap {
+        let printed = server.ok(on);
         let device = printed.split_whitespace().nth(1).expect("a name and a device").to_owned();
         // A server that swap is on does not end.
         let end = r#"swapoff "$1"; kill "$2""#;
@@ -223,7 +226,8 @@ fn swap_that_cannot_be_made_leaves_nothing_behind() {
     let limited = |limit| on(&["--size", "4G", "--name", "s", "--limit", limit]);
     server.refuses(&limited("8M"), &["swap stays as it was", "8.0 MiB has no room for the tables", "--limit 15M"]);
     server.refuses(&limited("14M"), &["swap stays as it was", "14.0 MiB has no room for the tables", "--limit 15M"]);
-    server.ok(&limited("15M"));
+    let swap = Swap::of(server, &limited("15M"));
+    let server = &swap.server;
     // What it must not be made with it must not become.
     server.refuses(&["disk", "change", "s", "--limit", "14M"], &["14.0 MiB has no room for the tables", "--limit 15M"]);
     server.refuses(&["disk", "resize", "s", "8G"], &["15.0 MiB has no room for the tables", "--limit"]);
@@ -243,7 +247,7 @@ fn swap_that_cannot_be_made_leaves_nothing_behind() {
     caching.ok(&["disk", "create", "--transport", "nbd", "--memory", "40%", "--origin", &origin]);
     caching.refuses(&on(&["--size", "8K"]), &["swap stays as it was", "caches of disks with an origin"]);
     // It has swapped, and so the setting is not boosted for as long as it is there.
-    drop(server);
+    drop(swap);
     // Where ublk is, there is a disk.
     if !Path::new("/dev/ublk-control").exists() {
         let usual = Server::start(&[]);
