@@ -1,6 +1,6 @@
 //! What is known to go wrong in a pager does not: each program in `tests/programs` walks into one trap and checks itself.
 //!
-//! Every test runs its program bare, and with each way of eviction; a working set of 32 MiB in 8 MiB. Status and output
+//! Every test runs its program bare, and with each way of eviction; a working set of 16 MiB in 8 MiB. Status and output
 //! must be those of the bare run. Under compcache the program fails if what it made cold did not leave
 //! (`TRAP_EXPECT_EVICTION`). A program that lacks something here ends with 77, which is a skip.
 
@@ -11,8 +11,12 @@ use compcache_testkit::features::skip;
 use crate::support::{Cap, Outcome, Program, Way, beside_others, sample_until, scratch, trap_program, ways};
 
 const LACKS: i32 = 77;
-/// A quarter of the programs' working set.
+/// Half of the programs' working set: what they make cold leaves then, and with less some of them take minutes.
 const CAP: Cap = Cap::Resident(8 << 20);
+
+fn trap(name: &'static str) -> Program {
+    Program::new(trap_program(name)).env("TRAP_MB", "16")
+}
 
 /// Whether this outcome is a skip. Printed and counted; with `COMPCACHE_REQUIRE_ALL=1` it is a failure.
 fn is_skip(outcome: &Outcome) -> bool {
@@ -27,7 +31,7 @@ fn spring(name: &'static str, arguments: &[&str]) {
     let _shared = beside_others();
     let dir = scratch();
     let in_dir = |argument: &&str| argument.replace("DIR", &dir.path().display().to_string());
-    let program = Program::new(trap_program(name)).args(arguments.iter().map(in_dir));
+    let program = trap(name).args(arguments.iter().map(in_dir));
     let bare = program.bare();
     if is_skip(&bare) {
         return;
@@ -237,7 +241,7 @@ fn a_copy_that_libc_makes_is_paged() {
         [("clone", 0), ("clone3", 0), ("fork", 0), ("_Fork", 0), ("clone_function", 0), ("past_libc", 3)]
     {
         for way in ways() {
-            let outcome = Program::new(trap_program("raw_forks")).args([how]).paged(way, &CAP);
+            let outcome = trap("raw_forks").args([how]).paged(way, &CAP);
             if is_skip(&outcome) {
                 continue;
             }
@@ -255,7 +259,7 @@ fn a_daemon_goes_on_when_all_its_parents_are_gone() {
     for way in all {
         let dir = scratch();
         let verdict = dir.path().join("verdict");
-        let mut program = Program::new(trap_program("daemonises")).args([&verdict]);
+        let mut program = trap("daemonises").args([&verdict]);
         if way != Way::Bare {
             program = program.env("TRAP_EXPECT_EVICTION", "1");
         }
@@ -272,7 +276,7 @@ fn must_notice_a_planted_byte(name: &'static str, arguments: &[&str]) {
     // What closes even standard error cannot say why.
     let silent = arguments.contains(&"all");
     let arguments = arguments.iter().map(|argument| argument.replace("DIR", &dir.path().display().to_string()));
-    let program = Program::new(trap_program(name)).args(arguments).env("TRAP_MB", "8").env("TRAP_PLANT", "1");
+    let program = trap(name).args(arguments).env("TRAP_MB", "8").env("TRAP_PLANT", "1");
     let outcome = program.bare();
     if is_skip(&outcome) {
         return;

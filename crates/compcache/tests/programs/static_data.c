@@ -1,9 +1,9 @@
 /* Large arrays of the program itself, with and without initial contents, and thread-local ones: evicted or not, right. */
 #include "trap.h"
 
-enum { BYTES = 24 << 20 };
+enum { BYTES = 12 << 20 };
 static unsigned char zeroed[BYTES] __attribute__((aligned(4096)));
-static unsigned char initialised[4 << 20] __attribute__((aligned(4096))) = {1};
+static unsigned char initialised[2 << 20] __attribute__((aligned(4096))) = {1};
 static _Thread_local unsigned char local[1 << 20] __attribute__((aligned(4096)));
 
 static void *work(void *argument)
