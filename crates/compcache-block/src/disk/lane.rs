@@ -85,6 +85,13 @@ impl Disk {
                     }
                     return Ok(Outcome::Done(()));
                 }
+                // An absent block reads as zeroes, and needs no room. Its tables are missing: where they are, zeroes are not refused.
+                Err(RunFailed {
+                    done: more,
+                    error: StoreError::LimitReached { .. } | StoreError::MemoryRefused { .. },
+                }) if pages[done + more] == ZEROES && !self.pool.contains(PageIndex(first + (done + more) as u64)) => {
+                    done += more + 1;
+                }
                 Err(RunFailed { done: more, error }) if self.can_make_room(&error) => {
                     self.not_told.fetch_add(1, Relaxed);
                     if !manner.may_wait {

@@ -46,29 +46,31 @@ fn a_full_disk_says_so_and_takes_blocks_again_after_a_discard() {
 }
 
 #[test]
-fn zeroes_far_from_each_other_do_not_take_a_disk_past_its_limit() {
-    let disk = disk(1 << 40, u64::MAX);
+fn zeroes_far_from_each_other_are_taken_at_the_limit_and_take_nothing() {
+    let disk = disk(1 << 36, u64::MAX);
     disk.pool().set_limit_bytes(1 << 20);
     let mut lane = disk.clone().lane().unwrap();
-    let places = || (0..1 << 40).step_by(4 << 20);
-    let refused = places().find_map(|at| lane.write_zeroes(at, 4096, Zeroes::AreData, WAITING).err());
+    let places = || (0..1 << 36).step_by(4 << 20);
+    let refused = places().find_map(|at| lane.write(at, &[7; 4096], WAITING).err());
     assert_eq!(refused.map(|refused| refused.errno()), Some(28));
-    let refused = places().find_map(|at| lane.write(at, &[0; 4096], WAITING).err());
-    assert_eq!(refused.map(|refused| refused.errno()), Some(28));
+    let mut back = [9; 12288];
+    for at in places() {
+        assert_eq!(lane.write_zeroes(at, 4096, Zeroes::AreData, WAITING), DONE);
+        assert_eq!(lane.write(at + 4096, &[0; 8192], WAITING), DONE);
+        assert_eq!((lane.read(at, &mut back, WAITING), back), (DONE, [0; 12288]));
+    }
     assert!(disk.stats().mem_used_total <= 1 << 20);
-    // Those that may be holes need no room.
-    assert_eq!(lane.write_zeroes(1 << 39, 4096, Zeroes::MayBeHoles, WAITING), DONE);
 }
 
 #[test]
-fn for_the_tables_of_zeroes_other_blocks_leave_for_the_backing() {
+fn for_the_tables_of_blocks_of_one_word_others_leave_for_the_backing() {
     let disk = disk_on_backing(3 << 20, 64 << 20);
     let mut lane = disk.clone().lane().unwrap();
     let mut next = (0..16 << 20).step_by(4096);
     for at in (16 << 20..64 << 20).step_by(4 << 20) {
         // There is no room left.
         while lane.write(next.next().unwrap(), &noise(4096, at), Manner::AT_ONCE) == DONE {}
-        assert_eq!(lane.write_zeroes(at, 4096, Zeroes::AreData, WAITING), DONE);
+        assert_eq!(lane.write(at, &[7; 4096], WAITING), DONE);
     }
     assert!(disk.pool().store().mem_used_total_bytes() <= 3 << 20);
 }
