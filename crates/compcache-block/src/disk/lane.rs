@@ -90,6 +90,7 @@ impl Disk {
                     done: more,
                     error: StoreError::LimitReached { .. } | StoreError::MemoryRefused { .. },
                 }) if pages[done + more] == ZEROES && !self.pool.contains(PageIndex(first + (done + more) as u64)) => {
+                    self.not_told.fetch_add(1, Relaxed);
                     done += more + 1;
                 }
                 Err(RunFailed { done: more, error }) if self.can_make_room(&error) => {
