@@ -9,7 +9,7 @@
 //! | flush, forced access   | nothing to do: it is RAM          |                                                |
 //!
 //! A write that meets the limit is refused (ENOSPC) with the blocks before the refused one written. Blocks that have been
-//! accepted are never given up for others.
+//! accepted are never given up for others. Zeroes are taken nevertheless: those for which there is no table stay absent.
 //!
 //! If the pool has a backing, blocks that are there are fetched, and a write that meets the limit has others leave first, by
 //! whoever may wait; it is refused only if the backing takes no more. A part of a block that is on the backing is

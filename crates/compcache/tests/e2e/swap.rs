@@ -69,12 +69,13 @@ fn scans_and_is_not_taken_away(wire: Wire) {
     let published = if at_length(1, 0) == 1 { "(work /scan 480 10); status published $?" } else { "" };
     // Half the machine takes half the time; 512 MiB and one processor are also where a hog is killed.
     let memory_mib = at_length(MEMORY_MIB, MEMORY_MIB / 2);
+    let passes = at_length(1, 0);
     let [real, held, swapped_kib] = [480, 900, 450_000].map(|of_512| of_512 / (MEMORY_MIB / memory_mib));
     let script = format!(
         r#"
 {on}
 {published}
-(work /scan {real} 1 --content /content); status real $?
+(work /scan {real} {passes} --content /content); status real $?
 /compcache disk rm --force $disk; status rm $?
 /compcache disk reset $disk; status reset $?
 /compcache disk resize $disk 64M; status shrink $?
