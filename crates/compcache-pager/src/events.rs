@@ -390,7 +390,11 @@ fn move_words(pager: &Pager, state: &mut State, from: usize, to: usize, len: usi
     for_each_known(state, pages(&(from..from + len)), |state, page, word| {
         let target = (page as i64 + shift) as u64;
         match word.phase() {
-            _ if word.is_in_pool() => _ = pager.pool.move_slot(PageIndex(page), PageIndex(target)),
+            _ if word.is_in_pool() => {
+                if pager.pool.move_slot(PageIndex(page), PageIndex(target)).is_err() {
+                    crate::process::die(pager, crate::shared::Trouble::NoMemory);
+                }
+            }
             // The frame's page has another number now.
             Phase::Staged | Phase::Compressing => state.staging.rename(word.payload(), target),
             Phase::Resident | Phase::Stored | Phase::Dropped => {}

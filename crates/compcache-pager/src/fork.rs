@@ -483,6 +483,9 @@ unsafe fn begin_again(pager: &'static Pager) {
                     spill.adopt();
                 }
                 restore::restore_all(pager, &mut evictor.worker, evictor.registrar.buffer());
+                if let Some(spill) = &pager.spill {
+                    spill.close_adopted();
+                }
             };
             // SAFETY: the thread that was to have it could not be started, and is not tried again.
             unsafe { pager.on_evictors_stack(bring_back) };

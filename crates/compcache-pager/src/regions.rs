@@ -1,8 +1,8 @@
 //! Which ranges of the process are registered, and which must never be.
 //!
 //! A range is registered the first time the process is over its limit, and stays so until it is unmapped. Never
-//! registered are: what was mapped before the program's start (the loader's data, the main thread's control block, and
-//! everything of ours, which is mapped then too), stacks, and the anonymous tail of a file mapping (a library's `.bss`).
+//! registered are: what was mapped before the program's start (the data of the loader and of libraries, the main thread's control block,
+//! and everything of ours, which is mapped then too), stacks, and what lies above 256 TiB.
 
 use core::ops::Range;
 

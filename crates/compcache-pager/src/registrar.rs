@@ -8,10 +8,11 @@
 
 use crate::events;
 use crate::maps::{self, Found, Mapping, MapsBuffer};
-use crate::memory::boxed_zeroed;
+use crate::memory::{PAGE, boxed_zeroed};
 use crate::pager::{Channel, Pager, REGIONS_MAX, State};
 use crate::regions::Ranges;
 use crate::shared::Trouble;
+use crate::table::PAGES;
 use alloc::boxed::Box;
 use core::ops::Range;
 use core::sync::atomic::Ordering::Acquire;
@@ -175,10 +176,12 @@ impl Registrar {
     }
 }
 
+/// Where what the table can hold ends: a program that asks for it has memory above, where page tables have five levels.
+const ADDRESSES_END: usize = PAGES as usize * PAGE;
+
 /// Which mappings are to be registered, as the map shows them one after the other.
 #[derive(Default)]
 struct Candidates {
-    file_end: usize,
     found_end: usize,
     small: Range<usize>,
 }
@@ -187,12 +190,8 @@ impl Candidates {
     /// The next mapping: adds it to `found` if it is writable and large enough. False when it must not be among the regions; one that was
     /// found may have become read-only since, and may.
     fn take(&mut self, pager: &Pager, mapping: &Mapping, found: &mut Ranges<REGIONS_MAX>) -> bool {
-        let tail_of_file = mapping.start == self.file_end && !mapping.heap;
-        if mapping.file {
-            self.file_end = mapping.end;
-        }
         let range = mapping.start..mapping.end;
-        if !mapping.anonymous || tail_of_file || pager.never.overlaps(&range) {
+        if !mapping.anonymous || range.end > ADDRESSES_END || pager.never.overlaps(&range) {
             return false;
         }
         let large = range.len() >= REGION_BYTES_MIN;

@@ -169,6 +169,8 @@ pub struct Spill {
     started: AtomicUsize,
     /// Nothing could be written lately: the pool has no limit.
     is_failing: AtomicBool,
+    /// When a thread could not be started.
+    unstarted_ns: AtomicU64,
     share: AtomicU64,
     reuse: Reuse,
     /// What a read takes, lately: of the device, and until who waits for it has its page.
@@ -346,11 +348,20 @@ impl Spill {
     /// Has the spiller look, if there is something for it to do; starts it, and the fetchers, the first time. Called by the
     /// evictor, and not while frozen.
     pub fn relieve(&self, pager: &'static Pager) {
+        let is_started = self.threads() == THREADS;
+        if !is_started && self.is_failing.load(Acquire) && self.has_file() {
+            if clock_ns() - self.unstarted_ns.load(Relaxed) < RETRY_NS {
+                return;
+            }
+            // As the spiller does where it runs.
+            self.is_failing.store(false, Release);
+        }
         if !pager.store.wants_reclaim(&self.backing) {
             return;
         }
         if !self.start_threads(pager, THREADS) {
-            // Those that have been started stay, and the rest is tried again with the file.
+            // Those that have been started stay.
+            self.unstarted_ns.store(clock_ns(), Relaxed);
             self.is_failing.store(true, Release);
             pager.region.note_spill(SpillNews::NoFile, Errno::NOMEM.raw_os_error());
             return;
@@ -722,6 +733,7 @@ impl SpillParts {
             orders_bell: AtomicU32::new(0),
             started: AtomicUsize::new(0),
             is_failing: AtomicBool::new(false),
+            unstarted_ns: AtomicU64::new(0),
             share: AtomicU64::new(SHARE_FIRST),
             reuse: Reuse::new(),
             device: DeviceTime::new(READ_NS_FIRST),

@@ -51,9 +51,10 @@ pub const MUTEX_BYTES: usize = 40;
 
 const RTLD_NEXT: *mut c_void = -1isize as *mut c_void;
 
-/// Where in a `FILE` of glibc's its place in the list of all is, and behind it where its lock is: the same since 1997.
-const LINKS_START: usize = 0x68;
-const LINKS_BYTES: usize = 0x88 + size_of::<usize>() - LINKS_START;
+/// Words of a `FILE` of glibc's: its flags are the first, and the last of these says where its lock is. The same since 1997.
+const STREAM_WORDS: usize = 0x88 / size_of::<usize>() + 1;
+/// That which leads to the next in the list of all.
+const CHAIN_WORD: usize = 0x68 / size_of::<usize>();
 
 /// Asks libc to call these around every fork.
 pub fn register_fork_handlers(prepare: Handler, parent: Handler, child: Handler) {
@@ -200,7 +201,7 @@ pub fn symbol(name: &CStr) -> *mut c_void {
     unsafe { dlsym(RTLD_NEXT, name.as_ptr()) }
 }
 
-/// Touches every open stream and its lock: in the child of a fork libc resets them before it calls handlers.
+/// Touches every open stream and its lock: in the child of a fork libc looks at the flags and resets the lock before it calls handlers.
 ///
 /// libc's list, which fork has not locked yet: another thread may close a stream at this very moment, and what it was in may hold anything by
 /// then. So every word is read by the kernel, which says when an address is none. The length is bounded in case the chain is seen torn.
@@ -209,12 +210,12 @@ pub fn touch_streams() {
     // SAFETY: a word of libc's own; what it says is not relied on.
     let mut stream = unsafe { read_volatile(&raw const _IO_list_all) } as usize;
     for _ in 0..STREAMS_MAX {
-        let mut links = [[0; size_of::<usize>()]; LINKS_BYTES / size_of::<usize>()];
-        if stream == 0 || !read_own_memory(stream.wrapping_add(LINKS_START), links.as_flattened_mut()) {
+        let mut words = [[0; size_of::<usize>()]; STREAM_WORDS];
+        if stream == 0 || !read_own_memory(stream, words.as_flattened_mut()) {
             break;
         }
-        let links = links.map(usize::from_ne_bytes);
-        read_own_memory(links[links.len() - 1], &mut [0]);
-        stream = links[0];
+        let words = words.map(usize::from_ne_bytes);
+        read_own_memory(words[STREAM_WORDS - 1], &mut [0]);
+        stream = words[CHAIN_WORD];
     }
 }

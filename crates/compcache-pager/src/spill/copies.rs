@@ -202,6 +202,12 @@ impl Spill {
         self.files.used_bytes.store(0, Relaxed);
     }
 
+    /// Closes what [`Spill::adopt`] took, where no evictor has a table of its own for it.
+    pub fn close_adopted(&self) {
+        self.files.close_all();
+        self.handed.iter().for_each(|handed| handed.store(-1, Release));
+    }
+
     /// Takes what was handed over, in the table of the calling thread.
     pub fn adopt(&self) {
         for (part, number) in self.handed().into_iter().enumerate().filter(|(_, number)| *number >= 0) {

@@ -44,6 +44,14 @@ impl PartFiles {
         }
     }
 
+    /// Closes them, in the table of the calling thread, which has them all.
+    pub fn close_all(&self) {
+        for (file, number) in self.files.lock().iter_mut().zip(&self.numbers) {
+            number.store(-1, Release);
+            drop(file.take());
+        }
+    }
+
     /// What the tree may use beside what it uses, for the next segment of the process that has `gauges`. What others write counts, and this
     /// one says of its segment that it does before it looks what they write, so that no two have the last room; both may find none.
     /// Where there is none for it only a flight that gives back what it takes can begin, and it says so no more.

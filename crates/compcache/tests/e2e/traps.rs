@@ -96,6 +96,7 @@ traps! {
     a_fork_with_threads_made_behind_our_back_has_right_memory: "forks" ["hidden"];
     a_fork_with_threads_that_have_many_keys_has_right_memory: "forks" ["keys"];
     a_fork_while_a_stream_is_closed_goes_on: "forks" ["streams"];
+    a_fork_with_a_stream_across_two_pages_has_right_memory: "forks" ["straddling"];
     a_fork_with_much_thread_local_memory_has_right_memory: "forks" ["thread_local"];
 
     vfork_and_exec_read_their_arguments_from_cold_memory: "spawns" ["vfork"];
@@ -118,6 +119,7 @@ traps! {
     a_mapping_laid_over_cold_memory_is_new: "maps" ["fixed"];
     thousands_of_small_regions_are_paged_rightly: "maps" ["many_regions"];
     a_copy_has_right_memory_above_very_many_mappings: "maps" ["islands"];
+    memory_right_above_a_file_is_paged: "maps" ["above_file"];
     a_program_may_use_mremap_dontunmap_itself: "maps" ["dontunmap"];
 
     what_is_discarded_reads_as_zeroes: "discards" ["dontneed"];

@@ -10,6 +10,7 @@
  *   hidden       threads that sleep, made by libc's own pthread_create, past whoever took its name (jemalloc does so)
  *   keys         threads that sleep and have so many keys that libc keeps their values in the heap
  *   streams      while the list of open streams is what another thread has just made of it: leads nowhere
+ *   straddling   while the beginning of an open stream, and what lies before it, is cold, and its end, in the next page, is not
  *   thread_local  from a thread whose errno lies far from its control block, and is cold
  */
 #include "trap.h"
@@ -334,6 +335,47 @@ static void streams(struct area *area)
 	}
 }
 
+static void *sleeps(void *unused)
+{
+	pause();
+	return unused;
+}
+
+/* Before it calls anybody libc looks at each stream's flags, in a child of several threads. */
+static void straddling(struct area *area)
+{
+	/* Of a stream fork touches the chain, and what lies behind. */
+	enum { CHAIN = 0x68, FLAGS = 16, STREAMS = 300, APART = 2 * PAGE };
+	unsigned char *before = NULL;
+	size_t bytes = 0;
+	FILE *stream = NULL;
+	for (size_t i = 0; i < STREAMS; i++) {
+		/* Each has pages of its own. */
+		bytes = APART + i * 16;
+		before = malloc(bytes);
+		MUST(before != NULL);
+		memset(before, 0x5a, bytes);
+		stream = fopen("/dev/null", "r");
+		MUST(stream != NULL);
+		size_t at = (uintptr_t)stream % PAGE;
+		if (at > PAGE - CHAIN && at <= PAGE - FLAGS && before + bytes <= (unsigned char *)stream) break;
+		stream = NULL;
+	}
+	MUST(stream != NULL && malloc(APART) != NULL);
+	pthread_t sleeper;
+	MUST(pthread_create(&sleeper, NULL, sleeps, NULL) == 0);
+	for (int round = 0; round < 4; round++) {
+		push_out((void *)((uintptr_t)stream / PAGE * PAGE), 1);
+		area_push_out(area);
+		pid_t child = fork();
+		for (size_t i = 0; i < bytes; i++)
+			if (before[i] != 0x5a) die("WRONG BYTES before the stream (pid %d): byte %zu is %u", getpid(), i, before[i]);
+		area_check(area, 1);
+		if (child == 0) _exit(0);
+		must_succeed(child);
+	}
+}
+
 int main(int argc, char **argv)
 {
 	size_t bytes = mode_is(argc, argv, "nested") || mode_is(argc, argv, "many") ? working_set() / 4 : working_set() / 2;
@@ -349,7 +391,8 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "hidden")) sleepers(&area, hidden_create(), sleep_only);
 	else if (mode_is(argc, argv, "thread_local")) thread_local();
 	else if (mode_is(argc, argv, "streams")) streams(&area);
+	else if (mode_is(argc, argv, "straddling")) straddling(&area);
 	else if (mode_is(argc, argv, "keys")) sleepers(&area, pthread_create, sleep_with_keys);
-	else die("both_sides | many | from_thread | nested | exec_loop | outlives | hidden | keys | streams | thread_local");
+	else die("both_sides | many | from_thread | nested | exec_loop | outlives | hidden | keys | streams | straddling | thread_local");
 	return passed();
 }

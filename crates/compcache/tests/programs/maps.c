@@ -7,6 +7,7 @@
  *   many_regions  thousands of small regions that differ in protection
  *   islands       more mappings than a list has room for, below memory that a copy of the process has
  *   islands_known the same, of memory that the pager knew before it fell apart: by hand, it takes a minute
+ *   above_file    an area that lies right above a mapping of a file, before anything was evicted
  *   dontunmap     the program itself uses MREMAP_DONTUNMAP, as garbage collectors do
  *   shortens      moves and shortens an evicted area with one call, to right before another
  *   to_and_fro    one thread moves two evicted areas to and fro, into each other's holes, without a look at them
@@ -208,6 +209,18 @@ static void islands(bool known)
 	MUST(munmap(area.at, area.pages * PAGE) == 0 && munmap(sea, 2 * ISLANDS * PAGE) == 0);
 }
 
+static void above_file(void)
+{
+	size_t bytes = working_set() / 4;
+	unsigned char *at = map_private(PAGE + bytes);
+	int fd = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
+	MUST(fd >= 0 && mmap(at, PAGE, PROT_READ, MAP_PRIVATE | MAP_FIXED, fd, 0) == at);
+	struct area area = area_over(at + PAGE, bytes, 47);
+	area_fill(&area, 1);
+	area_push_out(&area);
+	area_check(&area, 1);
+}
+
 static void dontunmap(void)
 {
 #ifndef MREMAP_DONTUNMAP
@@ -303,10 +316,11 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "many_regions")) many_regions();
 	else if (mode_is(argc, argv, "islands")) islands(false);
 	else if (mode_is(argc, argv, "islands_known")) islands(true);
+	else if (mode_is(argc, argv, "above_file")) above_file();
 	else if (mode_is(argc, argv, "dontunmap")) dontunmap();
 	else if (mode_is(argc, argv, "to_and_fro")) to_and_fro();
 	else if (mode_is(argc, argv, "shortens")) shortens();
-	else die("munmap | mremap | fixed | many_regions | islands | islands_known | dontunmap | shortens | to_and_fro");
+	else die("munmap | mremap | fixed | many_regions | islands | islands_known | above_file | dontunmap | shortens | to_and_fro");
 	area_check(&kept, 1);
 	return passed();
 }
