@@ -3,7 +3,10 @@
 use std::collections::HashMap;
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{
+    AtomicBool, AtomicU64,
+    Ordering::{Relaxed, SeqCst},
+};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use fuser::{FileHandle, FileType};
@@ -27,6 +30,9 @@ pub struct OpenFile {
     pub opener: Caller,
     /// Opened for that below, too: whatever is written goes to the end.
     pub only_appends: bool,
+    /// Where something can be stored through mappings of it.
+    #[expect(dead_code, reason = "it ends with the handle")]
+    pub stores: Option<Stores>,
     /// The kernel keeps nothing that is read or written by it, though it writes back what it keeps of others.
     pub is_past_pages: bool,
     /// Changes behind the mount are noticed meanwhile.
@@ -46,6 +52,22 @@ impl OpenFile {
             let number = self.unconfirmed.swap(0, Relaxed);
             self.node.kept.lock().unwrap_or_else(PoisonError::into_inner).confirm(number);
         }
+    }
+}
+
+/// While it is there a file is served by a handle that can be mapped to be stored to: the kernel may have stores that the file below has not.
+pub struct Stores(Arc<Node>);
+
+impl Stores {
+    pub fn new(node: &Arc<Node>) -> Stores {
+        node.stores.fetch_add(1, SeqCst);
+        Stores(node.clone())
+    }
+}
+
+impl Drop for Stores {
+    fn drop(&mut self) {
+        self.0.stores.fetch_sub(1, SeqCst);
     }
 }
 

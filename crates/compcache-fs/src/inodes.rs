@@ -65,6 +65,9 @@ const COUNTED: u64 = 0xffff << DEVICE_SHIFT;
 const REMOTE: [u32; 7] = [0x6969, 0xff53_4d42, 0xfe53_4d42, 0x00c3_6400, 0x5346_414f, 0x6b41_4653, 0x0102_1997];
 /// And those that have nothing to say when a file is closed: ext2 to 4, XFS, btrfs, F2FS and tmpfs.
 const SILENT: [u32; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0x0102_1994];
+/// And those that say of files which have contents that they have no length: proc, both cgroups, tracefs, debugfs, securityfs, selinuxfs, resctrl.
+const WITHOUT_LENGTHS: [u32; 8] =
+    [0x9fa0, 0x0027_e0eb, 0x6367_7270, 0x7472_6163, 0x6462_6720, 0x7363_6673, 0xf97c_ff8c, 0x0765_5821];
 /// Others' servers, which may give a file another number whenever it is looked up.
 const FUSE: u32 = 0x6573_5546;
 /// All upper bits but theirs.
@@ -97,6 +100,8 @@ pub struct Node {
     pub modified: Modified,
     /// How it is open.
     pub ways: Ways,
+    /// Handles by which something may be stored through mappings that the kernel has not written yet ([`crate::handles::Stores`]).
+    pub stores: AtomicUsize,
 }
 
 impl Node {
@@ -117,6 +122,7 @@ impl Node {
             has_lost_set_id: AtomicBool::new(false),
             modified: Modified::default(),
             ways: Ways::default(),
+            stores: AtomicUsize::new(0),
         }
     }
 
@@ -446,6 +452,11 @@ impl Inodes {
     /// Whether its file system may say something when it is closed.
     pub fn tells_at_close(&self, id: FileId, fd: &OwnedFd) -> bool {
         !SILENT.contains(&self.kind(id, fd))
+    }
+
+    /// Whether a file of no length has none.
+    pub fn has_lengths(&self, id: FileId, fd: &OwnedFd) -> bool {
+        !WITHOUT_LENGTHS.contains(&self.kind(id, fd))
     }
 
     /// What its file system is.

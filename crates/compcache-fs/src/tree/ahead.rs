@@ -550,6 +550,7 @@ mod tests {
                 writes,
                 opener: Caller { uid: 0, gid: 0 },
                 only_appends,
+                stores: None,
                 is_past_pages: false,
                 watched,
                 unconfirmed,

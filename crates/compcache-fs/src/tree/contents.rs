@@ -20,7 +20,7 @@ use super::names::Made;
 use super::{Notice, Tree};
 use crate::appends::Appends;
 use crate::caller::{Caller, as_caller, taking_room, unchecked};
-use crate::handles::{Direct, OpenFile};
+use crate::handles::{Direct, OpenFile, Stores};
 use crate::inodes::Node;
 use crate::mount::Remembered;
 use crate::notify::forget_attributes;
@@ -205,10 +205,14 @@ impl Tree {
             Way::Served => {
                 // Before it is looked at: what comes later is heard.
                 watched = self.watches.as_ref().is_some_and(|watches| watches.begin(&node));
-                let stamp = look(&fd).map(|stat| stamp_of(&stat)).ok();
+                let stat = look(&fd).ok();
+                let stamp = stat.as_ref().map(stamp_of);
                 let stamp = stamp.filter(|stamp| self.exclusive || stamp.is_settled(now()));
                 unconfirmed = node.kept.lock().unwrap_or_else(PoisonError::into_inner).open(stamp);
                 how.set(FopenFlags::FOPEN_KEEP_CACHE, unconfirmed == 0);
+                // The kernel reads nothing behind the end that it knows, but past its pages.
+                let is_empty = stat.is_some_and(|stat| stat.stx_size == 0);
+                how.set(FopenFlags::FOPEN_DIRECT_IO, is_empty && !self.inodes.has_lengths(node.id, &fd));
             }
             Way::Passed(_) => how |= FopenFlags::FOPEN_PASSTHROUGH,
             Way::Beside(_) => how |= FopenFlags::FOPEN_PASSTHROUGH | FopenFlags::FOPEN_DIRECT_IO,
@@ -221,8 +225,9 @@ impl Tree {
             // What the kernel keeps it writes in its place, and reads the rest of the page before, by any handle for writing that there is. Past it, this one is asked as it is
             // used.
             let reads = fcntl_getfl(&fd).is_ok_and(|how| how & OFlags::RWMODE == OFlags::RDWR);
-            how.set(FopenFlags::FOPEN_DIRECT_IO, only_appends || !reads);
+            how |= if only_appends || !reads { FopenFlags::FOPEN_DIRECT_IO } else { FopenFlags::empty() };
         }
+        let stores = (way == Way::Served && asked.contains(OFlags::RDWR)).then(|| Stores::new(&node));
         let is_past_pages = how.contains(FopenFlags::FOPEN_DIRECT_IO);
         let (direct, unconfirmed, appends, run) =
             (Direct::default(), unconfirmed.into(), Appends::default(), Mutex::default());
@@ -234,6 +239,7 @@ impl Tree {
             writes,
             opener,
             only_appends,
+            stores,
             is_past_pages,
             watched,
             unconfirmed,
@@ -325,7 +331,9 @@ impl Tree {
         let drops_suid = how.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID) || is_openers && caller.uid != 0;
         if !appends {
             let bytes = (offset_bytes, offset_bytes.saturating_add(from.len() as u64));
-            let write = if writes_back { lower::write_back } else { lower::write };
+            // Nor does the kernel say of direct writes that there was room for a part: what it calls EIO then had better be what it was.
+            let is_all = writes_back || flags.0 as u32 & OFlags::DIRECT.bits() != 0;
+            let write = if is_all { lower::write_back } else { lower::write };
             let write = || self.taking_room(caller, drops_suid, &open.node, || write(&open.fd, offset_bytes, from));
             let write = || write().inspect(|_| self.keep_time(&open));
             return self.writing_pages(&open.node, bytes, write, |written| (offset_bytes, &from[..*written]));
@@ -470,6 +478,16 @@ impl Tree {
         }
         let open = self.files.asked(handle)?;
         let offset = u64::try_from(offset).map_err(|_| Errno::NXIO)?;
+        if open.node.stores.load(SeqCst) > 0 {
+            // What was stored through a mapping the kernel writes later, and not for this: until then it may be a hole below.
+            let end = look(&open.fd)?.stx_size;
+            return match whence {
+                SEEK_DATA | SEEK_HOLE if offset >= end => Err(Errno::NXIO),
+                SEEK_DATA => Ok(offset),
+                SEEK_HOLE => Ok(end),
+                _ => Err(Errno::INVAL),
+            };
+        }
         let _alone = open.appends.alone();
         match whence {
             SEEK_DATA => seek(&open.fd, SeekFrom::Data(offset)),

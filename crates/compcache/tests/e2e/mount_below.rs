@@ -103,6 +103,71 @@ fn what_there_is_no_room_for_below_is_not_said_to_be_synced() {
 }
 
 #[test]
+fn a_direct_write_for_which_there_is_room_in_part_below_says_so() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let mut below = Below::mounted(&["-t", "tmpfs", "-o", "size=4M", "none"], &[]);
+    let tree = below.tree();
+    fs::write(tree.source().join("other"), vec![1; 7 * MIB / 2]).unwrap();
+    let direct =
+        File::options().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(tree.target().join("f"));
+    let direct = direct.unwrap();
+    // By one request.
+    let refused = direct.write_at(&vec![7; MIB * 3 / 4], 0).unwrap_err();
+    assert_eq!(refused.raw_os_error(), Some(libc::ENOSPC));
+    drop(direct);
+    below.tree().unmount();
+}
+
+#[test]
+fn what_was_stored_through_a_mapping_is_no_hole() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let mut below = Below::mounted(&["-t", "tmpfs", "none"], &[]);
+    let tree = below.tree();
+    let (place, half) = (tree.target().join("f"), MIB / 2);
+    let file = File::options().read(true).write(true).create_new(true).open(&place).unwrap();
+    file.set_len(MIB as u64).unwrap();
+    // Else what the kernel has is not kept, but written, when it is opened.
+    thread::sleep(SETTLED);
+    let reads = File::open(&place).unwrap();
+    // SAFETY: a mapping of a file that nobody cuts while it is there, written to within its length and unmapped once.
+    let map = unsafe {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let map = libc::mmap(ptr::null_mut(), MIB, access, libc::MAP_SHARED, file.as_raw_fd(), 0);
+        assert_ne!(map, libc::MAP_FAILED, "{}", io::Error::last_os_error());
+        map.cast::<u8>().add(half).write_bytes(7, 4096);
+        map
+    };
+    // SAFETY: it takes numbers alone.
+    let seek = |from, whence| unsafe { libc::lseek(reads.as_raw_fd(), from, whence) };
+    let data = seek(0, libc::SEEK_DATA);
+    assert!((0..=half as i64).contains(&data), "{data}: {}", io::Error::last_os_error());
+    assert!(seek(half as i64, libc::SEEK_HOLE) > half as i64);
+    assert_eq!((seek(MIB as i64, libc::SEEK_DATA), io::Error::last_os_error().raw_os_error()), (-1, Some(libc::ENXIO)));
+    run("cp", &[path(&place), path(&tree.target().join("g"))]);
+    assert!(fs::read(tree.target().join("g")).unwrap() == fs::read(&place).unwrap());
+    // SAFETY: it is there, and nobody uses it any more.
+    unsafe { libc::munmap(map, MIB) };
+    // By then the file below has it.
+    drop((file, reads));
+    below.tree().unmount();
+    assert_eq!(fs::read(below.source.join("f")).unwrap()[half..half + 4096], [7; 4096]);
+}
+
+#[test]
+fn files_that_say_they_have_no_length_are_read() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let mut below = Below::mounted(&["--bind", "/proc/sys/kernel"], &[]);
+    assert_eq!(fs::read_to_string(below.tree().target().join("ostype")).unwrap(), "Linux\n");
+    below.tree().unmount();
+}
+
+#[test]
 fn an_errno_of_the_kernels_own_reaches_who_asked_by_another_name() {
     if !can_mount(&[]) {
         return;

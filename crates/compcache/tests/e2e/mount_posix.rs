@@ -134,13 +134,15 @@ fn files_are_made_written_cut_and_read_as_below() {
 fn holes_allocation_and_copies_are_as_below() {
     same(|at, log| {
         let open = |name: &str| File::options().read(true).write(true).create(true).truncate(false).open(at.join(name));
+        step!(log, File::create(at.join("a"))?.write_at(&[7; 4096], 1 << 20)?);
+        // While it is open to be written and read, all is data.
+        let reads = File::open(at.join("a")).unwrap();
+        for from in [0, 1 << 20, (1 << 20) + 4096, 5 << 20] {
+            step!(log, call!(lseek(reads.as_raw_fd(), from, libc::SEEK_DATA)));
+            step!(log, call!(lseek(reads.as_raw_fd(), from, libc::SEEK_HOLE)));
+        }
         let (a, b) = (open("a").unwrap(), open("b").unwrap());
         let (fa, fb) = (a.as_raw_fd(), b.as_raw_fd());
-        step!(log, a.write_at(&[7; 4096], 1 << 20)?);
-        for from in [0, 1 << 20, (1 << 20) + 4096, 5 << 20] {
-            step!(log, call!(lseek(fa, from, libc::SEEK_DATA)));
-            step!(log, call!(lseek(fa, from, libc::SEEK_HOLE)));
-        }
         step!(log, call!(fallocate(fa, 0, 0, 2 << 20)));
         step!(log, a.metadata()?.size());
         step!(log, call!(fallocate(fa, libc::FALLOC_FL_KEEP_SIZE, 0, 3 << 20)));
