@@ -18,6 +18,8 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use cpio::newc;
@@ -273,6 +275,7 @@ impl Vm {
             .args(["-append", options])
             .stdin(Stdio::null())
             .stdout(Stdio::null());
+        let _processors = Processors::take(self.processors);
         let mut machine = command.spawn()?;
         for _ in 1..STARTS {
             if has_begun(&mut machine, &console)? {
@@ -330,6 +333,44 @@ fn needed_modules(module: &[u8]) -> Vec<String> {
     said.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect()
 }
 
+/// Processors of this computer that a machine has. All of this process together have no more than there are: else who has a lock in one of them is
+/// often kept waiting, those who want it turn in circles meanwhile, and all of them take several times as long.
+struct Processors(u32);
+
+/// Those who come first are served first.
+struct Queue {
+    taken: u32,
+    come: u64,
+    served: u64,
+}
+
+static QUEUE: Mutex<Queue> = Mutex::new(Queue { taken: 0, come: 0, served: 0 });
+static CHANGED: Condvar = Condvar::new();
+
+impl Processors {
+    fn take(wanted: u32) -> Processors {
+        let all = thread::available_parallelism().map_or(1, |count| count.get() as u32);
+        let wanted = wanted.min(all);
+        let mut queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);
+        let ours = queue.come;
+        queue.come += 1;
+        while queue.served != ours || queue.taken + wanted > all {
+            queue = CHANGED.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+        queue.served += 1;
+        queue.taken += wanted;
+        CHANGED.notify_all();
+        Processors(wanted)
+    }
+}
+
+impl Drop for Processors {
+    fn drop(&mut self) {
+        QUEUE.lock().unwrap_or_else(PoisonError::into_inner).taken -= self.0;
+        CHANGED.notify_all();
+    }
+}
+
 /// Makes a machine that hangs say where it does: what its processors were at, and then, with an interrupt that none can mask,
 /// what each task was waiting for, which the kernel prints as it ends.
 fn interrupt(machine: &mut Child, monitor: &Path) -> io::Result<String> {
@@ -355,7 +396,7 @@ fn has_begun(machine: &mut Child, console: &Path) -> io::Result<bool> {
         if has_begun || has_ended {
             return Ok(has_begun);
         }
-        std::thread::sleep(Duration::from_millis(200));
+        thread::sleep(Duration::from_millis(200));
     }
     Ok(false)
 }
@@ -367,7 +408,7 @@ fn wait(machine: &mut Child, patience: Duration) -> io::Result<bool> {
         if machine.try_wait()?.is_some() {
             return Ok(true);
         }
-        std::thread::sleep(Duration::from_millis(100));
+        thread::sleep(Duration::from_millis(100));
     }
     Ok(false)
 }
@@ -376,9 +417,24 @@ fn wait(machine: &mut Child, patience: Duration) -> io::Result<bool> {
 mod tests {
     use std::io::BufRead;
     use std::net::TcpListener;
+    use std::sync::mpsc;
 
     use super::*;
     use crate::features::{Feature, requires};
+
+    #[test]
+    fn machines_have_no_more_processors_together_than_there_are() {
+        let first = Processors::take(u32::MAX);
+        let (took, second) = mpsc::channel();
+        thread::spawn(move || {
+            let _taken = Processors::take(1);
+            took.send(())
+        });
+        assert!(second.recv_timeout(Duration::from_millis(200)).is_err());
+        drop(first);
+        // Others of these tests may have come before it.
+        second.recv_timeout(Duration::from_secs(600)).unwrap();
+    }
 
     #[test]
     fn a_module_is_loaded_after_those_it_needs() {
@@ -450,7 +506,7 @@ mod tests {
         }
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let answering = std::thread::spawn(move || {
+        let answering = thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             let mut line = String::new();
             io::BufReader::new(&stream).read_line(&mut line).unwrap();
