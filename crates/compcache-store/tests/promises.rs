@@ -551,10 +551,7 @@ fn a_full_store_still_takes_same_filled_pages_and_rewrites_that_shrink() {
     // As far as there are tables, and no further.
     let same_filled =
         (stored..).take_while(|index| pool.write(&mut worker, PageIndex(*index), &[0x77; 4096]).is_ok()).count() as u64;
-    assert!(
-        (stored + same_filled).is_multiple_of(1024) && same_filled > 0,
-        "{stored} pages, and {same_filled} of a word"
-    );
+    assert!((stored + same_filled).is_multiple_of(1024) && same_filled > 0, "{stored} and {same_filled}");
     assert!(store.mem_used_total_bytes() <= 4 * MIB);
     for index in 0..stored / 2 {
         assert_eq!(pool.read(&mut worker, PageIndex(index), &mut back), Ok(Read::Done));

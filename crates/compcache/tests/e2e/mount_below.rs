@@ -76,6 +76,15 @@ fn run(program: &str, arguments: &[&str]) {
     assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// The first bytes of a file, to be stored to, and unmapped by who asks.
+fn mapped(file: &File, bytes: usize) -> *mut libc::c_void {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: what is new disturbs nothing that is there.
+    let map = unsafe { libc::mmap(ptr::null_mut(), bytes, access, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+    assert_ne!(map, libc::MAP_FAILED, "{}", io::Error::last_os_error());
+    map
+}
+
 #[test]
 fn what_there_is_no_room_for_below_is_not_said_to_be_synced() {
     if !can_mount(&["mount", "umount"]) {
@@ -86,11 +95,9 @@ fn what_there_is_no_room_for_below_is_not_said_to_be_synced() {
     fs::write(tree.source().join("other"), vec![1; 7 * MIB / 2]).unwrap();
     let file = File::options().read(true).write(true).create_new(true).open(tree.target().join("f")).unwrap();
     file.set_len(MIB as u64).unwrap();
+    let map = mapped(&file, MIB);
     // SAFETY: a mapping of a file that nobody cuts while it is there, written to within its length and unmapped once.
     let (synced, error) = unsafe {
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let map = libc::mmap(ptr::null_mut(), MIB, access, libc::MAP_SHARED, file.as_raw_fd(), 0);
-        assert_ne!(map, libc::MAP_FAILED, "{}", io::Error::last_os_error());
         map.cast::<u8>().write_bytes(7, MIB);
         let synced = libc::msync(map, MIB, libc::MS_SYNC);
         let error = io::Error::last_os_error();
@@ -133,14 +140,9 @@ fn what_was_stored_through_a_mapping_is_no_hole() {
     // Else what the kernel has is not kept, but written, when it is opened.
     thread::sleep(SETTLED);
     let reads = File::open(&place).unwrap();
-    // SAFETY: a mapping of a file that nobody cuts while it is there, written to within its length and unmapped once.
-    let map = unsafe {
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let map = libc::mmap(ptr::null_mut(), MIB, access, libc::MAP_SHARED, file.as_raw_fd(), 0);
-        assert_ne!(map, libc::MAP_FAILED, "{}", io::Error::last_os_error());
-        map.cast::<u8>().add(half).write_bytes(7, 4096);
-        map
-    };
+    let map = mapped(&file, MIB);
+    // SAFETY: a mapping of a file that nobody cuts while it is there, written to within its length.
+    unsafe { map.cast::<u8>().add(half).write_bytes(7, 4096) };
     // SAFETY: it takes numbers alone.
     let seek = |from, whence| unsafe { libc::lseek(reads.as_raw_fd(), from, whence) };
     let data = seek(0, libc::SEEK_DATA);
@@ -278,11 +280,9 @@ fn files_that_may_only_be_appended_to_are() {
     assert_eq!(fs::read_to_string(&source).unwrap(), expected);
     assert_eq!(fs::read_to_string(&target).unwrap(), expected);
     // Neither through a mapping nor after a change of its mind: it is at the end that each would be written.
+    let map = mapped(&file, 4096);
     // SAFETY: a mapping of a file that nobody cuts while it is there, written to within its length and unmapped once; numbers else.
     let (synced, error) = unsafe {
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let map = libc::mmap(ptr::null_mut(), 4096, access, libc::MAP_SHARED, file.as_raw_fd(), 0);
-        assert_ne!(map, libc::MAP_FAILED, "{}", io::Error::last_os_error());
         map.cast::<u8>().write_bytes(b'x', 10);
         let synced = libc::msync(map, 4096, libc::MS_SYNC);
         let error = io::Error::last_os_error().raw_os_error();
