@@ -25,7 +25,7 @@ use crate::process;
 use crate::registrar::{Registered, Registrar};
 use crate::restore::restore_all;
 use crate::retire;
-use crate::shared::{Counters, ProcessSlot, Region, Totals};
+use crate::shared::{Counters, ProcessSlot, Region, Totals, Trouble};
 use crate::staging::{GROUP, GROUPS_MAX, GROUPS_MIN, SHARE, Staging};
 use crate::sys::{self, Errno};
 use crate::unseen::Unseen;
@@ -335,13 +335,19 @@ impl Evictor {
         self.unseen.note(resident, state.estimate_pages(), state.grown_pages);
         state.resident_pages = resident;
         state.grown_pages = 0;
-        state.now_s = (now_ns / 1_000_000_000) as u32 & 0xff_ffff;
+        let second = (now_ns / 1_000_000_000) as u32 & 0xff_ffff;
+        if pager.slot().is_none() && second != state.now_s {
+            claim_late(pager);
+        }
+        state.now_s = second;
         publish(pager, resident, ours, state.copies.kept());
         let totals = pager.region.totals();
         if let Some(spill) = &pager.spill {
             spill.set_limit(&pager.store, &pager.pool, pager.region, &totals, resident);
         }
-        let headroom_bytes = headroom_bytes(pager.region, &totals);
+        // What nobody counts of this process it counts itself.
+        let uncounted_bytes = if pager.slot().is_none() { resident * PAGE as u64 + ours } else { 0 };
+        let headroom_bytes = headroom_bytes(pager.region, &totals) - uncounted_bytes as i64;
         let headroom = share_of(headroom_bytes / PAGE as i64, resident, &totals);
         let counted = pager.slot().map(|slot| &slot.counters);
         let count =
@@ -615,6 +621,14 @@ fn register_patiently(channel: &Channel, range: Range<usize>) -> bool {
         }
     }
     false
+}
+
+/// Claims a slot that has become free for a process that found none; where there still is none, that is told.
+fn claim_late(pager: &Pager) {
+    pager.claim_slot();
+    if pager.slot().is_none() {
+        pager.region.note_trouble(Trouble::Slots, 0);
+    }
 }
 
 /// The process's slot; another one if that was taken away, though this thread lives ([`ProcessSlot::is_of`]).

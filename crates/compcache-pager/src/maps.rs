@@ -20,8 +20,6 @@ pub struct Mapping {
     /// Readable and writable.
     pub writable: bool,
     pub rights: MprotectFlags,
-    /// Backed by a file.
-    pub file: bool,
     pub heap: bool,
     /// A queue by which devices are asked to write to memory: of io_uring, or of io_setup.
     pub device_queue: bool,
@@ -150,7 +148,6 @@ fn parse(line: &[u8]) -> Option<Mapping> {
             .zip(rights)
             .filter_map(|(right, &letter)| (letter != b'-').then_some(right))
             .collect(),
-        file,
         heap: name == b"[heap]",
         device_queue: name.starts_with(b"anon_inode:[io_uring]") || name.starts_with(b"/[aio]"),
     })
@@ -184,7 +181,7 @@ mod tests {
     fn a_line_is_read_to_the_byte() {
         let heap = parse(b"55d0c0000000-55d0c0021000 rw-p 00000000 00:00 0                          [heap]").unwrap();
         assert_eq!((heap.start, heap.end), (0x55d0_c000_0000, 0x55d0_c002_1000));
-        assert!(heap.heap && heap.writable && !heap.file);
+        assert!(heap.heap && heap.writable && heap.anonymous);
         assert_eq!(heap.rights, MprotectFlags::READ | MprotectFlags::WRITE);
         let guard = parse(b"7f0000000000-7f0000001000 ---p 00000000 00:00 0 ").unwrap();
         let code = parse(b"7f0000000000-7f0000001000 r-xp 00001000 fe:00 77 /usr/lib/x.so").unwrap();
@@ -246,7 +243,7 @@ mod tests {
         let here = only_private_mappings_without_a_file_are_anonymous as *const () as usize;
         let mut found = 0;
         for_each(rustix::fd::AsFd::as_fd(&fd), &mut buffer, |mapping| {
-            found += usize::from((mapping.start..mapping.end).contains(&here) && mapping.file);
+            found += usize::from((mapping.start..mapping.end).contains(&here) && !mapping.anonymous);
         });
         assert_eq!(found, 1);
     }

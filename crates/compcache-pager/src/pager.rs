@@ -413,7 +413,7 @@ impl Pager {
         };
         let pager = Box::leak(Box::new(pager));
         pager.wipe_in_copies();
-        pager.note_what_is_mapped();
+        pager.note_what_is_mapped()?;
         Ok(pager)
     }
 
@@ -428,12 +428,10 @@ impl Pager {
     }
 
     /// Takes what is mapped now, before the program's start, off the ranges that may ever be registered.
-    fn note_what_is_mapped(&mut self) {
+    fn note_what_is_mapped(&mut self) -> Result<(), Trouble> {
         use rustix::fs::{Mode, OFlags};
-        let Ok(fd) = rustix::fs::open(c"/proc/thread-self/maps", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
-        else {
-            return;
-        };
+        let fd = rustix::fs::open(c"/proc/thread-self/maps", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|_| Trouble::NoProc)?;
         let never = &mut self.never;
         // SAFETY: the evictor's thread does not run yet, and this is the only reference.
         let buffer = unsafe { (*self.evictor).registrar.buffer() };
@@ -442,6 +440,7 @@ impl Pager {
                 never.add(mapping.start..mapping.end);
             }
         });
+        Ok(())
     }
 
     /// Starts the evictor.

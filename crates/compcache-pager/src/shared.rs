@@ -29,7 +29,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 pub const MAGIC: u64 = 0x314e_5552_4350_4d43;
 /// Changes with the layout; a pager refuses a region of another version.
 pub const VERSION: u32 = 7;
-/// How many processes of one tree can be paged at once; the ones beyond run with the cap of a lone process.
+/// How many processes of one tree are counted at once; those beyond are paged, each as if it were the only one that is not.
 pub const SLOTS: usize = 1024;
 /// Set by the kernel in a robust futex whose owner died.
 pub const OWNER_DIED: u32 = 0x4000_0000;
@@ -220,6 +220,8 @@ pub enum Trouble {
     Changes = 12,
     /// The process has had memory in more places than can be kept in mind: what comes now is not paged.
     Regions = 13,
+    /// There are more processes than can be counted.
+    Slots = 14,
     /// An invariant of the pager's own did not hold, and the process was ended.
     Bug = 6,
 }
@@ -400,7 +402,7 @@ impl Region {
 
     /// Notes why a process goes on unpaged, or was ended; the first reason stays, unless it only says that one is paged in part.
     pub fn note_trouble(&self, trouble: Trouble, errno: i32) {
-        const IN_PART: [u32; 2] = [Trouble::Devices as u32, Trouble::Regions as u32];
+        const IN_PART: [u32; 3] = [Trouble::Devices as u32, Trouble::Regions as u32, Trouble::Slots as u32];
         let gives_way = |noted| noted == 0 || IN_PART.contains(&noted) && !IN_PART.contains(&(trouble as u32));
         let replaced = |noted| gives_way(noted).then_some(trouble as u32);
         if self.header.trouble.fetch_update(Relaxed, Relaxed, replaced).is_ok() {

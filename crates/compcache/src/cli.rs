@@ -123,7 +123,7 @@ pub struct RunArgs {
     pub quiet: bool,
 
     /// The program and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_names = ["PROGRAM", "ARGUMENTS"])]
+    #[arg(required = true, trailing_var_arg = true, value_names = ["PROGRAM", "ARGUMENTS"])]
     pub program: Vec<OsString>,
 }
 

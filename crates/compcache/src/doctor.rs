@@ -9,7 +9,8 @@ use std::process::ExitCode;
 
 use compcache_block::ublk;
 use compcache_fuse::{ENABLED, QUEUES_MAX};
-use rustix::fs::Access;
+use rustix::fs::{Access, Mode, OFlags};
+use rustix::io::Errno;
 use rustix::process::{Resource, geteuid, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
 use serde::Serialize;
@@ -140,7 +141,7 @@ impl Facts {
             fuse: device("/dev/fuse"),
             fuse_by_io_uring: rings(),
             loop_control: device("/dev/loop-control"),
-            nbd: device("/dev/nbd0"),
+            nbd: node("/dev/nbd0"),
             preload_object: object,
             run: run_works(&kernel, uffd, lacking),
             disk: disk_works(rights, &found),
@@ -289,10 +290,20 @@ fn run_works(
     Way { works: true, why: (!notes.is_empty()).then(|| notes.join("; ")) }
 }
 
+/// By opening it: a node may be there without its driver, or be forbidden by a container whatever its mode.
 fn device(path: &str) -> Device {
-    match rustix::fs::access(path, Access::READ_OK | Access::WRITE_OK) {
-        Ok(()) => Device::Usable,
-        Err(rustix::io::Errno::NOENT) => Device::Absent,
+    told_of(rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty()))
+}
+
+/// By its mode alone: to open some does something.
+fn node(path: &str) -> Device {
+    told_of(rustix::fs::access(path, Access::READ_OK | Access::WRITE_OK))
+}
+
+fn told_of<T>(asked: rustix::io::Result<T>) -> Device {
+    match asked {
+        Ok(_) => Device::Usable,
+        Err(Errno::NOENT | Errno::NODEV | Errno::NXIO) => Device::Absent,
         Err(_) => Device::Forbidden,
     }
 }

@@ -103,14 +103,25 @@ fn name(machine: Machine) -> &'static str {
 }
 
 fn script(line: &[u8]) -> Binary {
-    let line = line.split(|byte| *byte == b'\n').next().unwrap_or_default().trim_ascii();
-    let end = line.iter().position(|byte| matches!(byte, b' ' | b'\t')).unwrap_or(line.len());
+    let line = trim_blanks(line.split(|byte| *byte == b'\n').next().unwrap_or_default());
+    let end = line.iter().position(is_blank).unwrap_or(line.len());
     if end == 0 {
         return Binary::Other;
     }
-    let argument = line[end..].trim_ascii();
+    let argument = trim_blanks(&line[end..]);
     let argument = (!argument.is_empty()).then(|| String::from_utf8_lossy(argument).into_owned());
     Binary::Script(OsStr::from_bytes(&line[..end]).into(), argument)
+}
+
+/// What the kernel calls a blank there: a carriage return is part of the name.
+fn is_blank(byte: &u8) -> bool {
+    matches!(byte, b' ' | b'\t')
+}
+
+fn trim_blanks(text: &[u8]) -> &[u8] {
+    let start = text.iter().position(|byte| !is_blank(byte)).unwrap_or(text.len());
+    let end = text.iter().rposition(|byte| !is_blank(byte)).map_or(start, |last| last + 1);
+    &text[start..end]
 }
 
 #[cfg(test)]
@@ -165,6 +176,8 @@ mod tests {
         let env = Binary::Script("/usr/bin/env".into(), Some("-S python3 -u".into()));
         assert_eq!(script("#! /usr/bin/env  -S python3 -u \nx"), env);
         assert_eq!(script("#!\n"), Binary::Other);
+        assert_eq!(script("#! \t\n"), Binary::Other);
+        assert_eq!(script("#!/bin/sh\r\n"), Binary::Script("/bin/sh\r".into(), None));
     }
 
     #[test]

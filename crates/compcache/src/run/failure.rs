@@ -3,6 +3,8 @@
 use std::io::Write;
 use std::process::ExitCode;
 
+use crate::run::signals::from_background;
+
 /// The command line makes no sense; what the flags' parser answers too.
 const STATUS_USAGE: u8 = 2;
 /// compcache failed before or beside the program.
@@ -14,7 +16,7 @@ const STATUS_NOT_FOUND: u8 = 127;
 
 /// Writes to standard error. A reader that has gone away must not cost the program its exit status.
 pub fn say(text: &str) {
-    let _ = std::io::stderr().write_all(text.as_bytes());
+    from_background(|| _ = std::io::stderr().write_all(text.as_bytes()));
 }
 
 /// A reason not to have run the program.

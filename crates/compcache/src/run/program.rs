@@ -105,6 +105,13 @@ fn check_depth(path: &Path, scripts_left: usize) -> Result<(), Failure> {
         Binary::Script(..) if scripts_left == 0 => {
             refuse("is a script whose interpreter is a script, and so on: too deep.")
         }
+        Binary::Script(interpreter, _) if interpreter.as_os_str().as_bytes().ends_with(b"\r") => {
+            Err(Failure::not_found(format!(
+                "{shown} is a script whose first line ends in a carriage return (a Windows line end), which counts as part of its interpreter's \
+             name.\n  Without them it can be run: sed -i 's/\\r$//' {shown}",
+                shown = path.display()
+            )))
+        }
         Binary::Script(interpreter, argument) => {
             executable(&interpreter).map_err(|why| why.about(format!("{} is a script for", path.display())))?;
             check_depth(&interpreter, scripts_left - 1)?;
@@ -222,6 +229,14 @@ mod tests {
         assert_eq!(named("-S PATH=/opt/x/bin:/usr/bin tool"), None);
         assert_eq!(named_to_env(env, None), None);
         assert_eq!(named_to_env(Path::new("/bin/sh"), Some("-e")), None);
+    }
+
+    #[test]
+    fn a_script_with_line_ends_of_windows_says_so() {
+        let script = tempfile::NamedTempFile::new().unwrap();
+        fs::write(&script, "#!/bin/sh\r\necho\r\n").unwrap();
+        let failure = check(script.path()).unwrap_err();
+        assert!(failure.message().contains("carriage return") && !failure.message().contains('\r'), "{failure:?}");
     }
 
     #[test]

@@ -21,6 +21,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use compcache_pager::shared::{self, EvictionWay, Region};
 use rustix::fs::{FallocateFlags, fallocate};
+use rustix::process::{Pid, getpid};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::cli::{Codec, Recompress};
@@ -131,12 +132,22 @@ impl TreeRegion {
 
     /// Removes the file, or says why it stays: a process of the tree outlives the program.
     pub fn remove_unless_in_use(mut self) -> Option<String> {
+        let is_first = getpid() == Pid::INIT;
         let in_use = leftovers::in_use(self.region(), &self.file);
-        self.in_use = Some(in_use);
+        // With the first process of a container all others end.
+        self.in_use = Some(in_use && !is_first);
         if !in_use {
             return None;
         }
-        let who = match self.region().living().count() {
+        let others = self.region().living().count();
+        if is_first {
+            return Some(format!(
+                "this is the first process of its container, with which all others end, of which {} are paged.\n  \
+                 A program that goes on in the background does not do so there: have it stay in the foreground.",
+                others.max(1)
+            ));
+        }
+        let who = match others {
             0 | 1 => "a process it started lives".into(),
             n => format!("{n} processes it started live"),
         };

@@ -2,10 +2,11 @@
 //!
 //! | sent by                                             | who has it     | what we do                                         |
 //! |-----------------------------------------------------|----------------|----------------------------------------------------|
-//! | the terminal (^C, ^\, ^Z, resize) to our group      | program and we | nothing: the program has it already                |
+//! | the terminal (^C, ^\, ^Z, resize, use of it from the background) to our group | program and we | nothing: the program has it already |
 //! | the same, and the program has a group of its own    | we             | pass it on                                         |
 //! | the terminal that closes, and we lead the session   | we             | pass it on                                         |
 //! | a process, `kill SUPERVISOR`                        | we             | pass it on                                         |
+//! | the program itself, to its parent or its group      | we             | nothing: it is not meant for the program           |
 //! | the program stops, for any reason                   | we see it      | stop as well, so that the shell sees a stopped job: [`stop_with`] |
 //!
 //! We never die before the program does. A signal that was ignored when we were started (`nohup`) stays ignored, for the
@@ -23,20 +24,20 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, getpgid, getpgrp, getpid, getsid};
 use signal_hook::consts::{
-    SIGABRT, SIGALRM, SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGIO, SIGPIPE, SIGPROF, SIGQUIT, SIGTERM, SIGTSTP, SIGURG,
-    SIGUSR1, SIGUSR2, SIGVTALRM, SIGWINCH, SIGXCPU, SIGXFSZ,
+    SIGABRT, SIGALRM, SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGIO, SIGPIPE, SIGPROF, SIGQUIT, SIGTERM, SIGTSTP, SIGTTIN,
+    SIGTTOU, SIGURG, SIGUSR1, SIGUSR2, SIGVTALRM, SIGWINCH, SIGXCPU, SIGXFSZ,
 };
 use signal_hook::iterator::backend::SignalDelivery;
 use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::low_level::siginfo::{Cause, Origin};
 
 pub use inherited::was_ignored;
-pub use send::die_by;
+pub use send::{die_by, from_background};
 pub use stop::stop_with;
 
 /// What is passed on beside real-time signals: all that can be caught and end a process, but for faults of its own code, and
 /// what tells it to stop, to go on, and of changes.
-const PASSED_ON: [i32; 20] = [
+const PASSED_ON: [i32; 22] = [
     SIGHUP,
     SIGINT,
     SIGQUIT,
@@ -55,6 +56,8 @@ const PASSED_ON: [i32; 20] = [
     libc::SIGPWR,
     SIGCONT,
     SIGTSTP,
+    SIGTTIN,
+    SIGTTOU,
     SIGURG,
     SIGWINCH,
 ];
@@ -93,26 +96,37 @@ impl Signals {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
-        for origin in self.delivery.pending().filter(|origin| is_to_pass_on(origin, program)) {
-            send::send(program, origin.signal);
-        }
+        self.pass_on(program, |_| true);
         Ok(())
+    }
+
+    /// To be called when `program` goes on after a stop: what had come of signals that stop is over, as it is for the kernel.
+    pub fn forget_stops(&mut self, program: Pid) {
+        self.pass_on(program, |signal| !matches!(signal, SIGTSTP | SIGTTIN | SIGTTOU));
+    }
+
+    fn pass_on(&mut self, program: Pid, is_wanted: impl Fn(i32) -> bool) {
+        for origin in self.delivery.pending().filter(|origin| is_to_pass_on(origin, program)) {
+            if is_wanted(origin.signal) {
+                send::send(program, origin.signal);
+            }
+        }
     }
 }
 
 fn is_to_pass_on(origin: &Origin, program: Pid) -> bool {
-    // Of a write of ours: SIGPIPE, SIGXFSZ.
-    let ourselves = origin.process.is_some_and(|sender| sender.pid == getpid().as_raw_nonzero().get());
+    let is_from = |process: Pid| origin.process.is_some_and(|sender| sender.pid == process.as_raw_nonzero().get());
     match (origin.cause, origin.signal) {
         (_, SIGCHLD) => false,
         // Timers that were set before we were executed are ours, and the program has not inherited them.
         (Cause::Kernel, SIGALRM | SIGVTALRM | SIGPROF) => true,
-        (Cause::Kernel, signal @ (SIGHUP | SIGINT | SIGQUIT | SIGTSTP | SIGCONT | SIGWINCH)) => {
+        (Cause::Kernel, signal @ (SIGHUP | SIGINT | SIGQUIT | SIGTSTP | SIGTTIN | SIGTTOU | SIGCONT | SIGWINCH)) => {
             !has_it_already(program, signal)
         }
         // Of what we did: the program has limits of its own.
         (Cause::Kernel, _) => false,
-        _ => !ourselves,
+        // Ourselves: of a write of ours, SIGPIPE and SIGXFSZ.
+        _ => !is_from(getpid()) && !is_from(program),
     }
 }
 

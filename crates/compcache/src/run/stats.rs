@@ -180,7 +180,7 @@ fn quantile_ns(buckets: &[u64; LATENCY_BUCKETS], share: f64) -> u64 {
 
 /// What the header's trouble means.
 fn trouble(trouble: u32, errno: u32) -> Option<String> {
-    const ALL: [Trouble; 13] = [
+    const ALL: [Trouble; 14] = [
         Trouble::NoUserfaultfd,
         Trouble::NoMemory,
         Trouble::NoEvictionWay,
@@ -194,6 +194,7 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         Trouble::Filter,
         Trouble::Changes,
         Trouble::Regions,
+        Trouble::Slots,
     ];
     if trouble == 0 {
         return None;
@@ -227,6 +228,9 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         }
         Some(Trouble::Regions) => {
             "a process was paged in part: it had memory in more than 16384 places at a time, and what came after that stays resident"
+        }
+        Some(Trouble::Slots) => {
+            "more than 1024 processes were paged at a time: what those beyond held is in none of these numbers"
         }
         Some(Trouble::LostPage) => "a process was ended: a stored page was damaged, and it was not to get wrong bytes",
         Some(Trouble::Bug) => "a process was ended: compcache has a bug, please report it",
@@ -288,7 +292,8 @@ impl StatsFile {
         temporary.push(name);
         temporary.push(format!(".{}", std::process::id()));
         let file = Self { path: path.to_owned(), directory, name: name.to_owned(), temporary, before, failed: None };
-        file.write_anew("").with_context(why)?;
+        // A file system may be mounted on it, or it may be another user's where none may remove it.
+        file.replace("{}\n").with_context(why)?;
         Ok(file)
     }
 
@@ -296,8 +301,12 @@ impl StatsFile {
     pub fn write(&mut self, stats: &Stats) {
         let mut text = serde_json::to_string_pretty(stats).expect("numbers and words are always JSON");
         text.push('\n');
-        let replace = || renameat(&self.directory, &self.temporary, &self.directory, &self.name);
-        self.failed = self.write_anew(&text).and_then(|()| Ok(replace()?)).err();
+        self.failed = self.replace(&text).err();
+    }
+
+    fn replace(&self, text: &str) -> io::Result<()> {
+        self.write_anew(text)?;
+        Ok(renameat(&self.directory, &self.temporary, &self.directory, &self.name)?)
     }
 
     /// Writes a file that is new: in a directory of many users a link could be there, to a file of ours.

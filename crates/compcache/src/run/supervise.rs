@@ -132,7 +132,7 @@ impl<'a> Run<'a> {
     }
 
     /// The program's end, if it has come. If it has stopped, we stop as well.
-    fn reap(&self) -> anyhow::Result<Option<Outcome>> {
+    fn reap(&mut self) -> anyhow::Result<Option<Outcome>> {
         while let Some((child, status)) = self.wait_status()? {
             if child != self.program {
                 continue;
@@ -146,6 +146,7 @@ impl<'a> Run<'a> {
             // The first process of a container cannot stop, and nobody would see it.
             if status.stopped() && getpid() != Pid::INIT {
                 stop_with(self.program);
+                self.signals.forget_stops(self.program);
             }
         }
         Ok(None)

@@ -65,6 +65,8 @@ fn signals_reach_the_program() {
             (libc::SIGUSR2, 34),
             (libc::SIGALRM, 35),
             (libc::SIGPWR, 36),
+            (libc::SIGTTIN, 38),
+            (libc::SIGTTOU, 39),
             (libc::SIGRTMIN() + 3, 37),
         ] {
             let script = format!("trap 'exit {status}' {signal}; echo ready; while :; do sleep 0.05; done");
@@ -75,6 +77,22 @@ fn signals_reach_the_program() {
             assert_eq!(outcome.status.code(), Some(status), "signal {signal}: {}", outcome.explain());
         }
     }
+}
+
+#[test]
+fn what_the_program_sends_to_its_parent_does_not_come_back_to_it() {
+    let _shared = beside_others();
+    let output = run(&["--ram", "64M", "sh", "-c", "kill -USR1 $PPID; sleep 0.3; exit 7"]);
+    assert_eq!(output.status.code(), Some(7), "{}", said(&output));
+}
+
+#[test]
+fn a_flag_that_is_none_is_not_taken_for_the_program() {
+    let _shared = beside_others();
+    is_refused(&["--rma", "512M", "true"], 2, &["--rma"]);
+    is_refused(&["--ram", "64M", "--quite", "--", "true"], 2, &["--quite", "--quiet"]);
+    let output = run(&["--ram", "64M", "sh", "-c", "echo $0 $*", "--ram", "--quiet", "-x"]);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "--ram --quiet -x\n", "{}", said(&output));
 }
 
 #[test]
@@ -288,6 +306,23 @@ fn statistics_are_written_while_the_program_runs() {
         assert!(stats["evicted_pages"].as_u64() > Some(0), "{stats:#}");
         assert!(running.finish().status.success());
     }
+}
+
+#[test]
+fn statistics_that_can_never_be_replaced_are_told_before_the_program_starts() {
+    if !requires(&[Feature::Root, Feature::Program("unshare")]) {
+        return;
+    }
+    let directory = scratch();
+    let stats = directory.path().join("stats");
+    fs::write(&stats, "kept").expect("a file");
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", "mount --bind \"$0\" \"$0\" && exec \"$@\""]).arg(&stats).arg(compcache());
+    command.args(["run", "--ram", "64M", "--stats"]).arg(&stats).args(["--", "echo", "ran"]);
+    let output = command.env("COMPCACHE_PRELOAD", preload()).output().expect("unshare can be started");
+    assert_eq!(output.status.code(), Some(125), "{}", said(&output));
+    assert!(output.stdout.is_empty() && said(&output).contains("--stats"), "{}", said(&output));
+    assert_eq!(fs::read_dir(&directory).expect("our directory").count(), 1, "something is left beside it");
 }
 
 #[test]

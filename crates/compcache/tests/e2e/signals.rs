@@ -184,7 +184,7 @@ fn standard_descriptors_that_are_closed_are_so_for_the_program() {
 /// Runs a shell's `script` under a compcache that is the first process of a container.
 fn in_a_container(script: &str) -> Output {
     let mut command = Command::new("unshare");
-    command.args(["--pid", "--fork", "--mount-proc"]).arg(compcache()).args(["run", "--ram", "64M", "--quiet", "--"]);
+    command.args(["--pid", "--fork", "--mount-proc"]).arg(compcache()).args(["run", "--ram", "64M", "--"]);
     command.args(["sh", "-c", script]).env("COMPCACHE_PRELOAD", preload()).output().expect("unshare can be started")
 }
 
@@ -202,6 +202,10 @@ fn as_the_first_process_of_a_container_it_tells_the_signal_and_leaves_no_zombies
     let output = in_a_container(script);
     assert_eq!(String::from_utf8_lossy(&output.stdout), "", "zombies");
     assert_eq!(output.status.code(), Some(9), "{}", String::from_utf8_lossy(&output.stderr));
+    let told = |script| String::from_utf8_lossy(&in_a_container(script).stderr).into_owned();
+    let left = told("sleep 5 & sleep 0.5");
+    assert!(left.contains("first process of its container") && !left.contains("live"), "{left}");
+    assert!(!told("sleep 0.5").contains("first process"));
 }
 
 /// A timer outlives exec, but is not inherited.
