@@ -23,7 +23,7 @@
 //! | says nothing for 30 s before it is served | the connection closed                                           |
 //! | is served, over TCP, and its machine is gone | the connection closed after a quarter of an hour             |
 //!
-//! Of what clients say, only lengths that were checked are believed; nothing is allocated by them. No more than
+//! Of what clients say, only lengths that were checked are believed; a connection takes memory for the largest payload yet, and ends where there is none. No more than
 //! [`CONNECTIONS_MAX`] are served at a time, of which each may come to hold 32 MiB, and three times as much more if its largest requests
 //! have waited.
 //!

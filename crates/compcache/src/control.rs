@@ -22,7 +22,7 @@ use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
 
 pub use client::ask;
-pub use server::{Control, Served};
+pub use server::{Asker, Control, Served};
 
 /// The protocol spoken here.
 pub const VERSION: u32 = 1;

@@ -131,7 +131,10 @@ fn create(args: CreateArgs, caught: &Caught) -> anyhow::Result<String> {
     let agreed = if daily_bytes == budget_of(&disk) { Ok(()) } else { unexpected() };
     let complete = agreed.and_then(|()| file_system(&disk.at, args.mkfs.as_deref(), args.mount.as_deref(), caught));
     if let Err(error) = complete {
-        // What was asked for is a disk with all of this: there shall not be one without.
+        // What was asked for is a disk with all of this: there shall not be one without. Who is interrupted may have mounted it all the same.
+        if args.mount.is_some() && mounts::of_this_machine().contains_key(&disk.at) {
+            let _ = tool("umount", &[&disk.at]);
+        }
         let removed = ask(&server(&args.server)?, Request::Remove { name: disk.name, force: true });
         return match removed {
             Ok(_) => Err(error),

@@ -5,9 +5,11 @@
 //! room for what is swapped out.
 
 use std::fs;
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context, anyhow, bail};
+use compcache_block::fuse_loop::is_served_file;
 
 use crate::cli::{SwapCommand, SwapOffArgs, SwapOnArgs, SwapTransport};
 use crate::control::{At, Create, DiskState, Reply, Request, ask};
@@ -56,13 +58,26 @@ fn on(args: SwapOnArgs, caught: &Caught) -> anyhow::Result<String> {
         }
     };
     let disk = one_disk(&args.server, request).context("swap stays as it was")?;
-    let priority = above_what_is_gone(&read("/proc/swaps").unwrap_or_default(), args.priority);
+    let swaps = read("/proc/swaps").unwrap_or_default();
+    let all = disks(&socket).unwrap_or_default();
+    let others = Others::beside(&all);
+    for device in others.there(&swaps) {
+        say(&format!(
+            "compcache: swap is on {device}, which is another server's or one's that was killed; the new one is used before it. If that server \
+             is no more, take it off: swapoff {device}\n"
+        ));
+    }
+    let priority = others.above(&swaps, args.priority);
     let started = caught
         .none()
         .and_then(|()| tool("mkswap", &["-L", "compcache", &disk.at]))
         .and_then(|()| caught.none())
         .and_then(|()| tool("swapon", &["--discard=pages", "--priority", &priority.to_string(), &disk.at]));
     if let Err(error) = started {
+        // Who is interrupted may have done it all the same.
+        if read("/proc/swaps").is_ok_and(|swaps| used_bytes(&swaps, &disk.at).is_some()) {
+            let _ = tool("swapoff", &[&disk.at]);
+        }
         return match ask(&socket, Request::Remove { name: disk.name.clone(), force: true }) {
             Ok(_) => Err(error.context("swap stays as it was")),
             Err(left) => Err(anyhow!("{error:#}; disk {} stays, for {left:#}", disk.name)),
@@ -82,11 +97,19 @@ fn off(args: &SwapOffArgs) -> anyhow::Result<String> {
     let all = disks(&socket)?;
     let swaps = read("/proc/swaps")?;
     let chosen: Vec<_> = match args.names.is_empty() {
-        true => all.iter().filter(|disk| disk.for_swap && used_bytes(&swaps, &disk.at).is_some()).collect(),
+        // Also one that swap is off of already: who took it off was interrupted, or did it himself.
+        true => all.iter().filter(|disk| disk.for_swap).collect(),
         false => args.names.iter().map(|name| by_name(&all, name)).collect::<anyhow::Result<_>>()?,
     };
     if chosen.is_empty() {
-        bail!("there is no disk that swap is on; `compcache list` shows which disks there are");
+        let others = Others::beside(&all);
+        let there = others.there(&swaps).map(|device| {
+            format!("; swap is on {device}, which is another server's or one's that was killed: then swapoff {device}")
+        });
+        bail!(
+            "this server has no disk for swap; `compcache list` shows which disks there are{}",
+            there.collect::<String>()
+        );
     }
     for disk in chosen {
         if let Some(used_bytes) = used_bytes(&read("/proc/swaps")?, &disk.at) {
@@ -96,7 +119,8 @@ fn off(args: &SwapOffArgs) -> anyhow::Result<String> {
             tool("swapoff", &[&disk.at])
                 .with_context(|| format!("swap stays on disk {}; what was brought back is in memory", disk.name))?;
         }
-        match ask(&socket, Request::Remove { name: disk.name.clone(), force: false })? {
+        let removed = ask(&socket, Request::Remove { name: disk.name.clone(), force: false });
+        match removed.context("swap is off; the disk can be removed by `compcache swap off` again")? {
             Reply::Done => {}
             _ => return unexpected(),
         }
@@ -109,7 +133,7 @@ fn off(args: &SwapOffArgs) -> anyhow::Result<String> {
 fn must_fit(name: &str, used_bytes: u64, ours: &[DiskState]) -> anyhow::Result<()> {
     let available_bytes =
         available_bytes(&read("/proc/meminfo")?).context("/proc/meminfo does not say what is available")?;
-    let elsewhere_bytes = free_elsewhere_bytes(&read("/proc/swaps")?, ours);
+    let elsewhere_bytes = Others::beside(ours).free_elsewhere_bytes(&read("/proc/swaps")?);
     if used_bytes <= available_bytes + elsewhere_bytes {
         return Ok(());
     }
@@ -123,7 +147,7 @@ fn must_fit(name: &str, used_bytes: u64, ours: &[DiskState]) -> anyhow::Result<(
     )
 }
 
-fn disks(socket: &std::path::Path) -> anyhow::Result<Vec<DiskState>> {
+fn disks(socket: &Path) -> anyhow::Result<Vec<DiskState>> {
     match ask(socket, Request::List)? {
         Reply::Disks(disks) => Ok(disks),
         _ => unexpected(),
@@ -154,32 +178,58 @@ fn all_swaps(table: &str) -> impl Iterator<Item = (&str, u64, u64, i32)> {
     })
 }
 
-/// Swap on a device that is no more, of a server that was killed. The kernel keeps it, writes to it still, and has no way to be told.
+/// What is swapped out to a device; `None` if it is no swap.
+fn used_bytes(table: &str, device: &str) -> Option<u64> {
+    all_swaps(table).find(|(path, ..)| *path == device).map(|(_, _, used, _)| used)
+}
+
+/// Tells swap on disks of this kind that are not this server's: mostly of one that was killed. The kernel keeps it, and writes to it still.
+struct Others<'a> {
+    /// This server's.
+    ours: &'a [DiskState],
+    is_disk: &'a dyn Fn(&str) -> bool,
+}
+
+impl<'a> Others<'a> {
+    fn beside(ours: &'a [DiskState]) -> Others<'a> {
+        Others { ours, is_disk: &is_disk_of_ours }
+    }
+
+    fn has(&self, path: &str) -> bool {
+        is_gone(path) || (self.ours.iter().all(|disk| disk.at != path) && (self.is_disk)(path))
+    }
+
+    /// The devices of those that can be taken off.
+    fn there<'t>(&self, table: &'t str) -> impl Iterator<Item = &'t str> {
+        all_swaps(table).map(|(path, ..)| path).filter(|path| self.has(path) && !is_gone(path))
+    }
+
+    /// The priority that is wanted, or a higher one, so that none of them is taken before or as often.
+    fn above(&self, table: &str, wanted: u16) -> u16 {
+        const MOST: i32 = 32767;
+        let others = all_swaps(table).filter(|(path, ..)| self.has(path)).map(|(.., priority)| priority).max();
+        others.map_or(wanted, |other| wanted.max((other + 1).clamp(0, MOST) as u16))
+    }
+
+    /// What other swap could take that is not in memory itself.
+    fn free_elsewhere_bytes(&self, table: &str) -> u64 {
+        let in_memory = |path: &str| path.starts_with("/dev/zram") || self.ours.iter().any(|disk| disk.at == path);
+        let elsewhere = all_swaps(table).filter(|(path, ..)| !in_memory(path) && !self.has(path));
+        elsewhere.map(|(_, size, used, _)| size.saturating_sub(used)).sum()
+    }
+}
+
+/// A device that has no name any more.
 fn is_gone(path: &str) -> bool {
     path.ends_with("\\040(deleted)")
 }
 
-/// Device, size and use of each swap that is still there.
-fn swaps(table: &str) -> impl Iterator<Item = (&str, u64, u64)> {
-    all_swaps(table).filter(|(path, ..)| !is_gone(path)).map(|(path, size, used, _)| (path, size, used))
-}
-
-/// The priority that is wanted, or a higher one, so that no swap that is gone is taken before or as often.
-fn above_what_is_gone(table: &str, wanted: u16) -> u16 {
-    const MOST: i32 = 32767;
-    let gone = all_swaps(table).filter(|(path, ..)| is_gone(path)).map(|(.., priority)| priority).max();
-    gone.map_or(wanted, |gone| wanted.max((gone + 1).clamp(0, MOST) as u16))
-}
-
-/// What is swapped out to a device; `None` if it is no swap.
-fn used_bytes(table: &str, device: &str) -> Option<u64> {
-    swaps(table).find(|(path, ..)| *path == device).map(|(.., used)| used)
-}
-
-/// What other swap could take that is not in memory itself.
-fn free_elsewhere_bytes(table: &str, ours: &[DiskState]) -> u64 {
-    let in_memory = |path: &str| path.starts_with("/dev/zram") || ours.iter().any(|disk| disk.at == path);
-    swaps(table).filter(|(path, ..)| !in_memory(path)).map(|(_, size, used)| size.saturating_sub(used)).sum()
+/// Whether a device is one that servers of compcache make, as far as can be told from outside: any of ublk's, and loop devices over a file of theirs.
+fn is_disk_of_ours(path: &str) -> bool {
+    let Some(device) = path.strip_prefix("/dev/") else { return false };
+    let over = || setting(format!("/sys/block/{device}/loop/backing_file"));
+    device.starts_with("ublkb")
+        || (device.starts_with("loop") && over().is_some_and(|file| is_served_file(Path::new(&file))))
 }
 
 fn available_bytes(meminfo: &str) -> Option<u64> {
@@ -198,13 +248,19 @@ mod tests {
                      /swapfile                               file\t\t2000\t\t500\t\t-2\n";
         assert_eq!(used_bytes(table, "/dev/loop7"), Some(5120 << 10));
         assert_eq!(used_bytes(table, "/dev/loop70"), None);
-        assert_eq!(above_what_is_gone(table, 100), 100);
-        let gone = table.replace("/dev/loop7 ", "/dev/ublkb0\\040(deleted) ");
-        assert_eq!(free_elsewhere_bytes(&gone, &[]), 1500 << 10);
-        assert_eq!([5, 100, 101, 200].map(|wanted| above_what_is_gone(&gone, wanted)), [101, 101, 101, 200]);
-        assert_eq!(free_elsewhere_bytes(table, &[]), (1_048_572 - 5120 + 1500) << 10);
+        let strange = Others { ours: &[], is_disk: &|_| false };
+        assert_eq!((strange.above(table, 100), strange.there(table).count()), (100, 0));
+        assert_eq!(strange.free_elsewhere_bytes(table), (1_048_572 - 5120 + 1500) << 10);
         let zram = table.replace("/dev/loop7", "/dev/zram0");
-        assert_eq!(free_elsewhere_bytes(&zram, &[]), 1500 << 10);
+        assert_eq!(strange.free_elsewhere_bytes(&zram), 1500 << 10);
+        let gone = table.replace("/dev/loop7 ", "/dev/ublkb0\\040(deleted) ");
+        assert_eq!(strange.there(&gone).count(), 0, "nobody can take it off");
+        let killed = Others { ours: &[], is_disk: &|path| path == "/dev/loop7" };
+        assert_eq!(killed.there(table).collect::<Vec<_>>(), ["/dev/loop7"]);
+        for (others, table) in [(&strange, &*gone), (&killed, table)] {
+            assert_eq!(others.free_elsewhere_bytes(table), 1500 << 10);
+            assert_eq!([5, 100, 101, 200].map(|wanted| others.above(table, wanted)), [101, 101, 101, 200]);
+        }
         assert_eq!(available_bytes("MemTotal: 9 kB\nMemAvailable:    1234 kB\n"), Some(1234 << 10));
         assert_eq!(available_bytes("MemTotal: 9 kB\n"), None);
     }

@@ -12,7 +12,7 @@
 //! The file's name is random, and belongs to no other disk: a server in a mount namespace of its own takes the mount with it when
 //! it is killed, and the loop device that it leaves is known by this name alone.
 
-use std::ffi::CString;
+use std::ffi::{CString, OsStr};
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, ErrorKind, Read, Write};
@@ -49,6 +49,14 @@ pub(super) struct Place {
     is_owner_dying: bool,
 }
 
+const FILE_PREFIX: &str = "disk-";
+
+/// Whether a loop device over `file` is one of a server's, by the file's name, which outlives server and mount.
+pub fn is_served_file(file: &Path) -> bool {
+    let name = file.file_name().and_then(OsStr::to_str).and_then(|name| name.strip_prefix(FILE_PREFIX));
+    name.is_some_and(|random| random.len() == 16 && random.bytes().all(|byte| byte.is_ascii_hexdigit()))
+}
+
 impl Place {
     /// Makes a directory of a new name in `parent`, and locks it.
     pub fn create(parent: &Path) -> Result<Place, FuseLoopError> {
@@ -66,7 +74,7 @@ impl Place {
                 Err(error) => return Err(at(Step::Directory, &directory)(error)),
             }
         };
-        let file_name = format!("disk-{:016x}", RandomState::new().hash_one(&directory));
+        let file_name = format!("{FILE_PREFIX}{:016x}", RandomState::new().hash_one(&directory));
         let mut place = Place { directory, file_name, lock: None, is_owner_dying: false };
         let made = open_lock(&place.directory).and_then(|mut lock| {
             flock(&lock, FlockOperation::NonBlockingLockExclusive)?;

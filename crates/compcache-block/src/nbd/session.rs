@@ -3,7 +3,7 @@
 //! The connection's thread reads a request, serves it from its own lane and answers it. One that must wait goes to
 //! [`Waiting`], and the thread reads the next, so replies may come in another order than requests.
 
-use std::io::{self, BufReader, Read};
+use std::io::{self, BufReader, ErrorKind, Read};
 use std::sync::Arc;
 
 use super::handshake::{self, Agreed};
@@ -17,11 +17,28 @@ use crate::error::DeviceError;
 
 /// Extents in one answer: as much as fits into a page.
 const EXTENTS_MAX: usize = 512;
+const EXTENT_BYTES: usize = 8;
 
-/// Room for the largest payload and the header before it. The system gives its memory as it is first used, which is as
-/// far as data has really come in or gone out.
-pub(super) fn new_buffer() -> Vec<u8> {
-    vec![0; HEADROOM + PAYLOAD_BYTES_MAX as usize]
+/// Room for payloads and the header before them, as large as the largest has been.
+#[derive(Default)]
+pub(super) struct Buffer(Vec<u8>);
+
+impl Buffer {
+    /// Room for what a request reads or writes, behind the headroom.
+    ///
+    /// # Errors
+    /// The system gives no memory.
+    pub fn fit(&mut self, request: &Request) -> io::Result<&mut [u8]> {
+        let payload_bytes = match request.command {
+            command::READ | command::WRITE => request.length_bytes.min(PAYLOAD_BYTES_MAX) as usize,
+            command::BLOCK_STATUS => EXTENTS_MAX * EXTENT_BYTES,
+            _ => 0,
+        };
+        let missing_bytes = (HEADROOM + payload_bytes).saturating_sub(self.0.len());
+        self.0.try_reserve_exact(missing_bytes).map_err(|_| ErrorKind::OutOfMemory)?;
+        self.0.resize(self.0.len() + missing_bytes, 0);
+        Ok(&mut self.0)
+    }
 }
 
 /// Serves one client until it leaves, talks nonsense, or is cut off.
@@ -35,7 +52,7 @@ pub(super) fn serve(stream: Stream, exports: &[Export]) -> io::Result<()> {
     let server = Server::new(&agreed, replies);
     let Ok(mut lane) = server.device.clone().lane() else { return Ok(()) };
     let mut waiting = Waiting::new(server.clone());
-    let mut buffer = new_buffer();
+    let mut buffer = Buffer::default();
     loop {
         let mut header = [0; REQUEST_BYTES];
         input.read_exact(&mut header)?;
@@ -43,15 +60,16 @@ pub(super) fn serve(stream: Stream, exports: &[Export]) -> io::Result<()> {
         if request.command == command::DISC {
             return Ok(());
         }
-        if request.command == command::WRITE {
-            // What cannot be taken in cannot be told from the next request either.
-            if request.length_bytes > PAYLOAD_BYTES_MAX {
-                return Ok(());
-            }
-            input.read_exact(&mut buffer[HEADROOM..][..request.length_bytes as usize])?;
+        // What cannot be taken in cannot be told from the next request either.
+        if request.command == command::WRITE && request.length_bytes > PAYLOAD_BYTES_MAX {
+            return Ok(());
         }
-        if server.serve(&mut *lane, &request, &mut buffer, false)? == Outcome::MustWait {
-            waiting.push(request, &buffer)?;
+        let room = buffer.fit(&request)?;
+        if request.command == command::WRITE {
+            input.read_exact(&mut room[HEADROOM..][..request.length_bytes as usize])?;
+        }
+        if server.serve(&mut *lane, &request, room, false)? == Outcome::MustWait {
+            waiting.push(request, room)?;
         }
     }
 }
@@ -171,7 +189,7 @@ fn list_extents(
     let most = if request.flags & command_flag::REQ_ONE != 0 { 1 } else { EXTENTS_MAX };
     let (mut offset, mut left) = (request.offset_bytes, u64::from(request.length_bytes));
     let (mut count, mut last) = (0, Extent { length_bytes: 0, is_hole: false });
-    let (slots, _) = into.as_chunks_mut::<8>();
+    let (slots, _) = into.as_chunks_mut::<EXTENT_BYTES>();
     loop {
         let extent = match lane.extent(offset, left, manner)? {
             Outcome::Done(extent) => extent,
@@ -195,5 +213,5 @@ fn list_extents(
             break;
         }
     }
-    Ok(Outcome::Done(count * 8))
+    Ok(Outcome::Done(count * EXTENT_BYTES))
 }

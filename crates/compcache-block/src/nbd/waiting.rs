@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use super::reply::HEADROOM;
-use super::session::{Server, new_buffer};
+use super::session::{Buffer, Server};
 use super::wire::{self, PAYLOAD_BYTES_MAX, Request, command, error};
 use crate::device::Outcome;
 
@@ -71,7 +71,7 @@ impl Waiting {
     /// Has `request` served where it can wait; what it writes lies in `buffer`, behind the headroom.
     ///
     /// # Errors
-    /// The client is gone, or there is no thread to be had.
+    /// The client is gone, or there is no thread to be had, or no memory.
     pub fn push(&mut self, request: Request, buffer: &[u8]) -> io::Result<()> {
         if self.thread.is_none() {
             let (server, shared) = (self.server.clone(), self.shared.clone());
@@ -89,8 +89,11 @@ impl Waiting {
         if queue.closed {
             return Err(ErrorKind::BrokenPipe.into());
         }
+        let mut payload = Vec::new();
+        payload.try_reserve_exact(payload_bytes).map_err(|_| ErrorKind::OutOfMemory)?;
+        payload.extend_from_slice(&buffer[HEADROOM..][..payload_bytes]);
         queue.payload_bytes += payload_bytes;
-        queue.waiters.push_back(Waiter { request, payload: buffer[HEADROOM..][..payload_bytes].to_vec() });
+        queue.waiters.push_back(Waiter { request, payload });
         changed.notify_all();
         Ok(())
     }
@@ -109,13 +112,15 @@ impl Drop for Waiting {
 fn serve_waiting(server: &Server, shared: &Shared) {
     let lane = server.device.clone().lane();
     let mut lane = lane.map_err(|failed| wire::error_of(failed.errno()));
-    let mut buffer = new_buffer();
+    let mut buffer = Buffer::default();
     while let Some(Waiter { request, payload }) = shared.next() {
-        buffer[HEADROOM..][..payload.len()].copy_from_slice(&payload);
-        let served = match &mut lane {
-            Ok(lane) => server.serve(&mut **lane, &request, &mut buffer, true),
-            Err(error) => server.replies.failed(&request, *error).map(Outcome::Done),
-        };
+        let served = buffer.fit(&request).and_then(|room| {
+            room[HEADROOM..][..payload.len()].copy_from_slice(&payload);
+            match &mut lane {
+                Ok(lane) => server.serve(&mut **lane, &request, room, true),
+                Err(error) => server.replies.failed(&request, *error).map(Outcome::Done),
+            }
+        });
         let answered = match served {
             Ok(Outcome::Done(())) => Ok(()),
             // A device that still says so, where waiting is allowed, is at fault.

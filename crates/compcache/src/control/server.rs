@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use compcache_block::nbd::{is_answered, listen_alone};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
@@ -27,7 +28,21 @@ const NOT_YOURS: &str = "this server answers only the user it runs as, and root;
 /// Carries out what is asked.
 pub trait Served: Send + Sync + 'static {
     /// Answers one request. Called by several threads at once.
-    fn serve(&self, request: Request) -> Reply;
+    fn serve(&self, request: Request, asker: &Asker<'_>) -> Reply;
+}
+
+/// Who waits for an answer.
+pub struct Asker<'a>(&'a UnixStream);
+
+impl Asker<'_> {
+    /// Fails when he waits no more: he was interrupted, or killed.
+    pub fn check(&self) -> anyhow::Result<()> {
+        let mut fds = [PollFd::new(self.0, PollFlags::empty())];
+        match poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) {
+            Ok(_) if fds[0].revents().contains(PollFlags::HUP) => bail!("whoever asked for it has gone"),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The control socket. Removed when dropped, if it was made here.
@@ -174,7 +189,7 @@ fn converse(stream: &UnixStream, served: &dyn Served) {
         let reply = match from_line(&line) {
             // Said only now: a connection that is closed with a question unread loses the answer as well.
             Ok(_) if !may_ask => Reply::Failed { why: NOT_YOURS.into() },
-            Ok(request) => served.serve(request),
+            Ok(request) => served.serve(request, &Asker(stream)),
             Err(error) => Reply::Failed { why: format!("{error:#}") },
         };
         if (&mut &*stream).write_all(&to_line(reply)).is_err() {
@@ -203,5 +218,15 @@ mod tests {
         let _theirs = UnixListener::bind(&socket).unwrap();
         drop(ours);
         assert!(socket.exists());
+    }
+
+    #[test]
+    fn who_has_nothing_more_to_ask_waits_and_who_has_gone_does_not() {
+        let (here, there) = UnixStream::pair().unwrap();
+        assert!(Asker(&here).check().is_ok());
+        there.shutdown(std::net::Shutdown::Write).unwrap();
+        assert!(Asker(&here).check().is_ok());
+        drop(there);
+        assert!(Asker(&here).check().is_err());
     }
 }

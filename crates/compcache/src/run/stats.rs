@@ -356,7 +356,6 @@ mod tests {
         fs::write(&victim, "kept").unwrap();
         plant().unwrap();
         let mut file = StatsFile::create(&path).unwrap();
-        fs::remove_file(dir.path().join(&file.temporary)).unwrap();
         plant().unwrap();
         file.write(&Stats::default());
         assert_eq!(fs::read_to_string(&victim).unwrap(), "kept");

@@ -38,7 +38,6 @@ use crate::control::{BackingChange, BackingState, BackingWanted, DailyState, Rep
 use crate::kernel::clock_ns;
 use crate::run::say;
 use crate::serve::below::{not_bare, refuse_own};
-use crate::serve::disks::Present;
 use crate::serve::pressure::Pressure;
 use crate::serve::relief::{Relief, Signs};
 use crate::size::Shown;
@@ -248,22 +247,22 @@ impl Drop for DiskBacking {
     }
 }
 
-/// Has blocks that take so much memory leave for the backing of `pool`, waiting as long as that takes; no more than there are now.
+/// Has blocks that take so much memory leave for the backing of `pool`, waiting as long as that takes, and `goes_on`; no more than there are now.
 ///
 /// # Errors
-/// The backing takes no more, or the disk was removed; what has left until then is said.
+/// The backing takes no more, or it does not go on; what has left until then is said.
 pub fn write_back(
     store: &Arc<Store>,
     pool: &Pool,
     bytes: u64,
     leaving: Leaving,
-    present: &Present,
+    goes_on: &dyn Fn() -> anyhow::Result<()>,
 ) -> anyhow::Result<Reply> {
     let mut worker = Worker::new(store, clock_ns)?;
     let bytes = bytes.min(pool.stats().mem_used_total);
     let (mut blocks, mut left_bytes) = (0, 0);
     while left_bytes < bytes {
-        present.check().with_context(|| format!("{blocks} blocks have left, and no more will"))?;
+        goes_on().with_context(|| format!("{blocks} blocks have left, and no more will"))?;
         let done = store
             .write_back(&mut worker, pool, leaving)
             .map_err(|error| anyhow!("{blocks} blocks have left, and no more can: {error}"))?;
@@ -275,7 +274,12 @@ pub fn write_back(
             break;
         }
     }
-    if let Some(backing) = pool.backing().filter(|_| left_bytes < bytes) {
+    let stats = pool.stats();
+    let could_leave = match leaving {
+        Leaving::Incompressible => stats.huge_pages,
+        Leaving::Oldest => stats.pages_stored().saturating_sub(stats.same_pages + stats.bd_count),
+    };
+    if let Some(backing) = pool.backing().filter(|_| left_bytes < bytes && could_leave > 0) {
         let daily = backing.daily_writes(clock_ns());
         match backing.health() {
             health @ (Health::Full | Health::Spent) => {

@@ -41,7 +41,7 @@ impl NoBoost {
         let taken = NoBoost::take_at(Path::new(SETTING))?;
         if taken.before != NONE {
             say(&format!(
-                "compcache: vm.watermark_boost_factor is {NONE} as long as this server runs (was {})\n",
+                "compcache: vm.watermark_boost_factor is {NONE} as long as this server has a disk for swap (was {})\n",
                 taken.before
             ));
         }

@@ -18,7 +18,6 @@ use compcache_store::{Ages, PageIndex, Pool, Recompressor, Store, StoreError, Wo
 
 use crate::cli::Recompress;
 use crate::kernel::clock_ns;
-use crate::serve::disks::Present;
 
 /// An age lasts for such a part of the shortest time after which blocks of a disk are cold; or of the longest, since blocks know no
 /// more than 256 ages.
@@ -150,17 +149,17 @@ impl Cold {
         }
     }
 
-    /// Has all blocks of a disk that were not used for `idle` recompressed, or all there are, and waits for it.
+    /// Has all blocks of a disk that were not used for `idle` recompressed, or all there are, and waits for it as long as it `goes_on`.
     ///
     /// # Errors
-    /// There is a disk for swap, or one was made meanwhile; the disk was removed; memory is so short that not even the next group can be made. What
+    /// There is a disk for swap, or one was made meanwhile; it does not go on; memory is so short that not even the next group can be made. What
     /// was made stays.
     pub fn recompress(
         &self,
         pool: &Pool,
         level: i8,
         idle: Option<Duration>,
-        present: &Present,
+        goes_on: &dyn Fn() -> anyhow::Result<()>,
     ) -> anyhow::Result<Done> {
         let mut tools = Tools::new(&self.store, level)?;
         let before = {
@@ -178,7 +177,7 @@ impl Cold {
         let mut stopped = Ok(());
         let next_ages = || {
             let mut watched = self.lock();
-            stopped = present.check().and_then(|()| watched.refuse_swap());
+            stopped = goes_on().and_then(|()| watched.refuse_swap());
             stopped.is_ok().then(|| before.map_or(0..=u8::MAX, |before| watched.ago(&self.store, 0, before)))
         };
         let done = tools.recompress(pool, next_ages);
@@ -343,7 +342,7 @@ mod tests {
         let presence = Presence::default();
         let present = presence.present();
         thread::scope(|scope| {
-            let done = scope.spawn(|| cold.recompress(&pool, 19, None, &present));
+            let done = scope.spawn(|| cold.recompress(&pool, 19, None, &|| present.check()));
             while pool.stats().grouped_pages == 0 {
                 assert!(!done.is_finished(), "it was done before anything could happen");
                 thread::yield_now();
@@ -368,8 +367,7 @@ mod tests {
             pool.write(&mut worker, PageIndex(index), page.as_slice().try_into().unwrap())
         };
         let full = (0..).find(|index| write(*index).is_err()).unwrap();
-        let presence = Presence::default();
-        let done = cold.recompress(&pool, Recompress::DEFAULT_LEVEL, None, &presence.present()).unwrap();
+        let done = cold.recompress(&pool, Recompress::DEFAULT_LEVEL, None, &|| Ok(())).unwrap();
         assert!(done.pages > full / 10 * 9, "{done:?} of {full}");
         write(full).unwrap();
         assert!(store.mem_used_max_bytes() <= 4 << 20);
@@ -385,7 +383,7 @@ mod tests {
         let presence = Presence::default();
         let present = presence.present();
         thread::scope(|scope| {
-            let done = scope.spawn(|| cold.recompress(&pool, 19, Some(Duration::from_millis(10)), &present));
+            let done = scope.spawn(|| cold.recompress(&pool, 19, Some(Duration::from_millis(10)), &|| present.check()));
             while pool.stats().grouped_pages == 0 {
                 assert!(!done.is_finished(), "it was done before anything could happen");
                 thread::yield_now();

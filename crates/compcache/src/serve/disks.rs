@@ -12,7 +12,7 @@ use compcache_store::{LatencySnapshot, Leaving, PoolConfig, Store, TABLE};
 use crate::cgroup;
 use crate::cli::{Codec, Recompress, RecompressLevel};
 use crate::control::{
-    BackingWanted, Change, Create, DiskState, Durations, Latencies, OriginWanted, Reply, Request, Served,
+    Asker, BackingWanted, Change, Create, DiskState, Durations, Latencies, OriginWanted, Reply, Request, Served,
 };
 use crate::disk::NOT_RECOMPRESSED;
 use crate::kernel::ram_bytes;
@@ -414,17 +414,18 @@ impl Disks {
     }
 
     /// Not under the lock: others are served meanwhile.
-    fn reclaim(&self, name: &str, bytes: Option<u64>, leaving: Leaving) -> anyhow::Result<Reply> {
+    fn reclaim(&self, name: &str, bytes: Option<u64>, leaving: Leaving, asker: &Asker<'_>) -> anyhow::Result<Reply> {
         let (disk, present) = self.with(name, |attached| {
             if attached.backing.is_none() {
                 bail!("disk {name} has no backing that blocks could leave for; make a disk with --backing");
             }
             Ok((attached.pool(name)?.clone(), attached.presence.present()))
         })?;
-        backing::write_back(&self.store, disk.pool(), bytes.unwrap_or(u64::MAX), leaving, &present)
+        let goes_on = || present.check().and_then(|()| asker.check());
+        backing::write_back(&self.store, disk.pool(), bytes.unwrap_or(u64::MAX), leaving, &goes_on)
     }
 
-    fn recompress(&self, name: &str, idle_ms: Option<u64>) -> anyhow::Result<Reply> {
+    fn recompress(&self, name: &str, idle_ms: Option<u64>, asker: &Asker<'_>) -> anyhow::Result<Reply> {
         // It takes a while, in which others may ask for other things.
         let (pool, level, present) = self.with(name, |attached| match &attached.shows {
             Shows::Pool(disk) if !attached.for_swap => {
@@ -433,7 +434,8 @@ impl Disks {
             _ => bail!(NOT_RECOMPRESSED),
         })?;
         let idle = idle_ms.map(Duration::from_millis);
-        let done = self.cold.recompress(&pool, level.unwrap_or(Recompress::DEFAULT_LEVEL), idle, &present)?;
+        let goes_on = || present.check().and_then(|()| asker.check());
+        let done = self.cold.recompress(&pool, level.unwrap_or(Recompress::DEFAULT_LEVEL), idle, &goes_on)?;
         let Done { pages, before_bytes, after_bytes } = done;
         Ok(Reply::Recompressed { pages, before_bytes, after_bytes })
     }
@@ -448,7 +450,13 @@ impl Disks {
             Some(claimed) => attached.end_claimed(name, claimed),
             None => attached.end_by_force(name),
         };
-        self.lock().left(name, ended)
+        let mut disks = self.lock();
+        disks.left(name, ended)?;
+        // One that is being removed may yet stay.
+        if disks.leaving.is_empty() && !disks.by_name.values().any(|attached| attached.for_swap) {
+            self.safety.rest(&self.store);
+        }
+        Ok(())
     }
 
     fn with<T>(&self, name: &str, work: impl FnOnce(&mut Attached) -> anyhow::Result<T>) -> anyhow::Result<T> {
@@ -461,7 +469,7 @@ impl Disks {
 }
 
 impl Served for Disks {
-    fn serve(&self, request: Request) -> Reply {
+    fn serve(&self, request: Request, asker: &Asker<'_>) -> Reply {
         let one = |state| Reply::Disk(Box::new(state));
         let reply = match request {
             Request::Create(wanted) => self.create(&wanted, None).context("no disk was made").map(one),
@@ -478,7 +486,7 @@ impl Served for Disks {
             Request::Show { name } => self.with(&name, |attached| Ok(one(attached.state(&name)))),
             Request::Change(change) => self.change(&change).map(one),
             Request::Recompress { name, idle_ms } => {
-                self.recompress(&name, idle_ms).context("not all was recompressed")
+                self.recompress(&name, idle_ms, asker).context("not all was recompressed")
             }
             Request::Reset { name } => self.with(&name, |attached| {
                 let disk = attached.pool(&name)?;
@@ -488,7 +496,7 @@ impl Served for Disks {
             }),
             Request::Reclaim { name, bytes, incompressible } => {
                 let leaving = if incompressible { Leaving::Incompressible } else { Leaving::Oldest };
-                self.reclaim(&name, bytes, leaving)
+                self.reclaim(&name, bytes, leaving, asker)
             }
             Request::Remove { name, force } => self.remove(&name, force).map(|()| Reply::Done),
         };

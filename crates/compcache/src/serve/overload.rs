@@ -6,7 +6,7 @@
 //! can see to it: as a person at the console would, it asks for the OOM killer (SysRq f, `/proc/sysrq-trigger`), which
 //! chooses by the kernel's own rules, `oom_score_adj` included, and never the server.
 //!
-//! It asks when all of this held for one window:
+//! It asks, while there is a disk for swap, when all of this held for one window:
 //!
 //! | sign                                                             | else                                         |
 //! |------------------------------------------------------------------|----------------------------------------------|
@@ -50,6 +50,11 @@ impl SwapDisks {
         disks.push(Arc::downgrade(disk));
     }
 
+    /// Whether there is any.
+    pub fn is_any(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().any(|disk| disk.strong_count() > 0)
+    }
+
     /// Pages taken and writes refused so far, by those that are there. A page that was taken after it had waited for memory for some
     /// time counts as refused: where most do, it is as good as none.
     fn taken_and_refused(&self) -> (u64, u64) {
@@ -76,6 +81,11 @@ pub fn start_watching(
         let mut watch = Watch::default();
         loop {
             thread::sleep(WINDOW);
+            // Without swap of ours it is not our business.
+            if !disks.is_any() {
+                watch = Watch::default();
+                continue;
+            }
             let (taken, refused) = disks.taken_and_refused();
             let signs = Signs {
                 taken,

@@ -94,7 +94,7 @@ struct State {
     is_watching: bool,
     is_overload_watched: bool,
     boost: Option<NoBoost>,
-    /// There is a disk to swap to, or there was.
+    /// There is a disk to swap to.
     serving: bool,
 }
 
@@ -147,6 +147,9 @@ impl Safety {
         if !state.serving {
             state.boost = NoBoost::take();
         }
+        if let Some(ballast) = &state.ballast {
+            ballast.is_wanted.store(true, Relaxed);
+        }
         drop(state);
         self.disks.add(disk);
         let preparation = Preparation { safety: self, store, limit_before: store.limit_bytes(), kept: false };
@@ -192,6 +195,18 @@ impl Safety {
         Ok(())
     }
 
+    /// There is no disk for swap any more: what was taken for it goes back, by the thread that got it. The server stays locked in memory, and
+    /// keeps its limit.
+    pub fn rest(&self, store: &Store) {
+        let mut state = self.lock();
+        state.serving = false;
+        state.boost = None;
+        store.set_reserve_bytes(0);
+        if let Some(ballast) = &state.ballast {
+            ballast.is_wanted.store(false, Relaxed);
+        }
+    }
+
     /// The server ends: what is the machine's is as it was before.
     pub fn end(&self) {
         self.lock().boost = None;
@@ -233,11 +248,10 @@ impl Drop for Preparation<'_> {
             return;
         }
         self.store.set_limit_bytes(self.limit_before);
-        let mut state = self.safety.lock();
+        let state = self.safety.lock();
         if !state.serving {
-            // What was prepared in vain goes back, by the thread that got it.
-            self.store.set_reserve_bytes(0);
-            state.boost = None;
+            drop(state);
+            self.safety.rest(self.store);
         }
     }
 }
@@ -308,8 +322,12 @@ fn start_refilling(store: Arc<Store>, ballast: Arc<Ballast>) -> anyhow::Result<(
             ballast.asking.store(clock_ns(), Relaxed);
             let refilled = store.refill();
             if refilled == Ok(false) {
-                ballast.take_on();
-                ballast.probe();
+                if ballast.is_wanted.load(Relaxed) {
+                    ballast.take_on();
+                    ballast.probe();
+                } else if ballast.is_on.load(Relaxed) {
+                    ballast.throw_off();
+                }
             }
             ballast.asking.store(NOT_ASKING, Relaxed);
             match refilled {
@@ -348,6 +366,8 @@ const NOT_ASKING: u64 = 0;
 struct Ballast {
     start: usize,
     bytes: usize,
+    /// There is swap.
+    is_wanted: AtomicBool,
     is_on: AtomicBool,
     /// Since when the system is asked for memory, on [`clock_ns`], or [`NOT_ASKING`].
     asking: AtomicU64,
@@ -359,7 +379,8 @@ impl Ballast {
         // SAFETY: a new mapping, at an address of the kernel's choice, disturbs nobody's memory.
         let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes + PAGE_SIZE, access, MapFlags::PRIVATE) };
         let start = start.context("there is no memory for the ballast that swap needs")? as usize;
-        let ballast = Ballast { start, bytes, is_on: AtomicBool::new(false), asking: AtomicU64::new(NOT_ASKING) };
+        let (is_on, is_wanted) = (AtomicBool::new(false), AtomicBool::new(true));
+        let ballast = Ballast { start, bytes, is_wanted, is_on, asking: AtomicU64::new(NOT_ASKING) };
         ballast.take_on();
         Ok(ballast)
     }

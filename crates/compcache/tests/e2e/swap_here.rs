@@ -77,6 +77,29 @@ impl Drop for Swap {
     }
 }
 
+const BOOST: &str = "/proc/sys/vm/watermark_boost_factor";
+
+fn boost() -> String {
+    fs::read_to_string(BOOST).expect("a setting")
+}
+
+/// The machine's setting as it was, which a server that is killed cannot put back.
+struct BoostBefore(String, #[allow(dead_code, reason = "it is there to be dropped")] Guard);
+
+impl BoostBefore {
+    fn note() -> BoostBefore {
+        let before = boost();
+        let guard = Guard::new(r#"echo "$1" >"$2""#, &[before.trim().as_ref(), BOOST.as_ref()]);
+        BoostBefore(before, guard)
+    }
+}
+
+impl Drop for BoostBefore {
+    fn drop(&mut self) {
+        let _ = fs::write(BOOST, &self.0);
+    }
+}
+
 /// A memory cgroup of the test's own.
 struct Cgroup(PathBuf, #[allow(dead_code, reason = "it is there to be dropped")] Guard);
 
@@ -155,8 +178,55 @@ fn swap_is_on_until_it_is_off_and_the_disk_stays_as_long() {
     swap.server.ok(&["swap", "off", "s"]);
     assert_eq!(swap.used_bytes(), None);
     assert_eq!(swap.server.ok(&["disk", "list", "--json"]).trim(), "[]");
-    swap.server.refuses(&["swap", "off"], &["no disk that swap is on"]);
+    swap.server.refuses(&["swap", "off"], &["no disk for swap"]);
     swap.server.refuses(&["swap", "off", "s"], &["no disk called s"]);
+}
+
+#[test]
+fn swap_that_was_taken_off_by_hand_is_ended_all_the_same_and_with_it_goes_what_was_kept_for_it() {
+    if !requires(&NEEDED) {
+        return;
+    }
+    let _ours = the_machines_swap();
+    let before = boost();
+    let swap = Swap::on();
+    let resident_kib = || swap.status("VmRSS").trim_end_matches(" kB").parse::<u64>().expect("a number");
+    let with_swap_kib = resident_kib();
+    assert!(Command::new("swapoff").arg(&swap.device).status().expect("it starts").success());
+    swap.server.ok(&["swap", "off"]);
+    assert_eq!(swap.server.ok(&["disk", "list", "--json"]).trim(), "[]");
+    assert_eq!(boost(), before);
+    let until = Instant::now() + Duration::from_secs(20);
+    while resident_kib() + (8 << 10) > with_swap_kib {
+        assert!(Instant::now() < until, "of {with_swap_kib} KiB the server keeps {}", resident_kib());
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn swap_of_a_server_that_was_killed_is_told_of_and_taken_after_that_of_the_next() {
+    if !requires(&NEEDED) {
+        return;
+    }
+    let _ours = the_machines_swap();
+    let _boost = BoostBefore::note();
+    let on = ["swap", "on", "--size", "64M", "--transport", "loop", "--unprotected", "--priority", "32000"];
+    let killed = Swap::of(Server::start(&[]), &on);
+    killed.server.signal("-KILL");
+    let next = Server::start(&[]);
+    next.refuses(&["swap", "off"], &["no disk for swap", &killed.device, "swapoff"]);
+    let output = next.asked(&on);
+    let (said, told) = (String::from_utf8_lossy(&output.stderr), String::from_utf8_lossy(&output.stdout));
+    assert!(said.contains(&format!("swapoff {}", killed.device)), "{said}");
+    let device = told.split_whitespace().nth(1).expect("a name and a device");
+    let swaps = fs::read_to_string("/proc/swaps").unwrap();
+    let line = swaps.lines().find(|line| line.starts_with(&format!("{device} "))).expect("it is on");
+    assert_eq!(line.split_whitespace().last(), Some("32001"), "{swaps}");
+    next.ok(&["swap", "off"]);
+    drop(killed);
+    drop(next);
+    // Whose first act is to remove what was left.
+    let _last = Server::start(&[]);
 }
 
 #[test]
@@ -251,7 +321,6 @@ fn swap_that_cannot_be_made_leaves_nothing_behind() {
     // Where ublk is, there is a disk.
     if !Path::new("/dev/ublk-control").exists() {
         let usual = Server::start(&[]);
-        let boost = || fs::read_to_string("/proc/sys/vm/watermark_boost_factor").expect("a setting");
         let before = boost();
         usual.refuses(&on(&["--size", "64M", "--transport", "ublk"]), &["swap stays as it was", "ublk"]);
         assert_eq!(boost(), before, "the setting is not as it was");
