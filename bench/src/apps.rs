@@ -8,6 +8,7 @@
 //! | `disk`, `disk-2009`              | swap on a loop device, direct I/O                                            | the cap, by a control group |
 //! | `zram:CODEC`                     | kernel zram: no disk                                                         | the cap, with what zram holds |
 //! | `zswap:CODEC`, `zswap-2009:CODEC` | kernel zswap in front of `disk`                                             | the cap, with its pool   |
+//! | `backed:CODEC`, `backed-2009:CODEC` | swap on a disk of ours with `disk`'s as its backing                      | the cap: three quarters by a control group, one the disk's limit |
 //! | `spill:CODEC`, `spill-2009:CODEC` | `compcache run --ram CAP --spill` on an ext4 on such a loop device          | the cap, ours and all    |
 //!
 //! **Memory is meant to be the same on all sides, and is not quite.** The peak of resident anonymous memory without a cap, halved, is the cap. A control group
@@ -51,8 +52,8 @@ pub struct Options {
         default_value = "sort,fft,simulator,simulators,build,filter,sqlite,redis,python"
     )]
     only: Vec<String>,
-    /// disk, zram:CODEC, zswap:CODEC, spill:CODEC (ours), and disk-2009, zswap-2009:CODEC, spill-2009:CODEC on a slow disk
-    /// [default: all of these, with the kernel's lz4 or lzo; with --quick nothing of the kernel's on the slow disk].
+    /// disk, zram:CODEC, zswap:CODEC, spill:CODEC and backed:CODEC (ours), and disk-2009, zswap-2009:CODEC, spill-2009:CODEC, backed-2009:CODEC on a
+    /// slow disk [default: all but those of `backed`, with the kernel's lz4 or lzo; with --quick nothing of the kernel's on the slow disk].
     #[arg(long, value_delimiter = ',')]
     sides: Vec<String>,
     /// The part of its peak that a program gets is one over this.

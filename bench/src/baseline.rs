@@ -8,6 +8,7 @@
 //! | `disk-2009`, `zswap-2009:lzo` | the same on a disk that is as slow as one of 2009: [`Throttle::OF_2009`] |
 //! | `swap:lz4`      | not the kernel's: swap on a disk of ours (`compcache serve`) over FUSE and a loop device |
 //! | `swap-ublk:lz4` | the same over ublk                                                                     |
+//! | `backed:lz4`, `backed-2009:lz4` | `swap:lz4` with what `disk` (`disk-2009`) swaps to as its backing: a quarter of the limit is the disk's, the rest the group's |
 //! | `none`          | the limit alone; the kernel ends what does not fit                                     |
 //!
 //! A run enters a control group that limits its memory; the swap is the machine's, at priority 100, so no other swap of
@@ -27,6 +28,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result};
 use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::device::{Device, Kind, Over, Server, mount};
 use crate::ours;
@@ -38,6 +40,8 @@ use loop_device::Throttle;
 const SWAP_BYTES: u64 = 4 << 30;
 /// The same for spill files; mkfs takes longer for more.
 const SPILL_BYTES: u64 = 2 << 30;
+/// Of the memory of a run whose swap has a backing, one over this is the disk's.
+const POOL_PART: u64 = 4;
 
 /// How fast the disk is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +80,8 @@ pub enum SwapPath {
     Disk(Speed),
     /// Swap on a disk of ours, with this codec.
     Ours(String, Over),
+    /// The same over a loop device, and what does not fit in memory leaves for a disk.
+    Backed(String, Speed),
     /// No swap.
     None,
 }
@@ -83,7 +89,7 @@ pub enum SwapPath {
 impl SwapPath {
     /// Whether it is compcache that keeps the pages.
     pub fn is_ours(&self) -> bool {
-        matches!(self, SwapPath::Ours(..))
+        matches!(self, SwapPath::Ours(..) | SwapPath::Backed(..))
     }
 }
 
@@ -99,10 +105,12 @@ impl FromStr for SwapPath {
             ("disk-2009", "") => Ok(SwapPath::Disk(Speed::Of2009)),
             ("swap", codec) if !codec.is_empty() => Ok(SwapPath::Ours(codec.to_owned(), Over::Loop)),
             ("swap-ublk", codec) if !codec.is_empty() => Ok(SwapPath::Ours(codec.to_owned(), Over::Ublk)),
+            ("backed", codec) if !codec.is_empty() => Ok(SwapPath::Backed(codec.to_owned(), Speed::Full)),
+            ("backed-2009", codec) if !codec.is_empty() => Ok(SwapPath::Backed(codec.to_owned(), Speed::Of2009)),
             ("none", "") => Ok(SwapPath::None),
-            _ => {
-                Err(format!("{word:?} is none of zram:CODEC, zswap[-2009]:CODEC, swap[-ublk]:CODEC, disk[-2009], none"))
-            }
+            _ => Err(format!(
+                "{word:?} is none of zram:CODEC, zswap[-2009]:CODEC, swap[-ublk]:CODEC, backed[-2009]:CODEC, disk[-2009], none"
+            )),
         }
     }
 }
@@ -114,6 +122,7 @@ impl fmt::Display for SwapPath {
             SwapPath::Zswap(codec, speed) => f.pad(&format!("zswap{}:{codec}", speed.suffix())),
             SwapPath::Disk(speed) => f.pad(&format!("disk{}", speed.suffix())),
             SwapPath::Ours(codec, over) => f.pad(&format!("swap{}:{codec}", over.suffix())),
+            SwapPath::Backed(codec, speed) => f.pad(&format!("backed{}:{codec}", speed.suffix())),
             SwapPath::None => f.pad("none"),
         }
     }
@@ -164,7 +173,8 @@ impl<'s> Baseline<'s> {
         compcache: &Path,
     ) -> Result<Baseline<'s>> {
         let mut made = Baseline { session, mark: session.mark(), cgroup: None, store: Store::Nothing };
-        made.cgroup = Some(Cgroup::make(session, Some(limit_bytes))?);
+        let pool_bytes = if matches!(path, SwapPath::Backed(..)) { limit_bytes / POOL_PART } else { 0 };
+        made.cgroup = Some(Cgroup::make(session, Some(limit_bytes - pool_bytes))?);
         if *path != SwapPath::None {
             swap::refuse_others()?;
         }
@@ -172,11 +182,14 @@ impl<'s> Baseline<'s> {
             SwapPath::None => Store::Nothing,
             SwapPath::Zram(codec) => Store::Zram(set_up_zram(session, codec)?),
             SwapPath::Disk(speed) => Store::Disk(made.set_up_disk(throttle.or(speed.throttle()))?),
-            SwapPath::Ours(codec, over) => {
-                let kind = Kind::Ours { codec: codec.clone(), over: *over, binary: None };
-                let device = Device::set_up(session, &kind, SWAP_BYTES, compcache)?;
-                ours::step(ours::disk_needs(*over), swap::on(session, device.path(), SWAP_BYTES))?;
-                Store::Ours(Box::new(device))
+            SwapPath::Ours(codec, over) => made.set_up_ours(codec, *over, compcache, &Value::Null)?,
+            SwapPath::Backed(codec, speed) => {
+                let device = made.attach_file("backing", SWAP_BYTES)?;
+                loop_device::throttle(session, &device, throttle.or(speed.throttle()), made.cgroup.as_ref())?;
+                let backing = json!({"path": device, "overwrite": true});
+                // Not for swap, which would refuse a loop device for want of a promise that the whole machine needs: here a group alone is short of memory.
+                let wanted = json!({"do": "create_on", "limit_bytes": pool_bytes, "backing": backing});
+                made.set_up_ours(codec, Over::Loop, compcache, &wanted)?
             }
             SwapPath::Zswap(codec, speed) => {
                 let device = made.set_up_disk(throttle.or(speed.throttle()))?;
@@ -248,6 +261,13 @@ impl<'s> Baseline<'s> {
         loop_device::throttle(self.session, &device, throttle, self.cgroup.as_ref())?;
         swap::on(self.session, &device, SWAP_BYTES)?;
         Ok(device)
+    }
+
+    fn set_up_ours(&self, codec: &str, over: Over, compcache: &Path, wanted: &Value) -> Result<Store<'s>> {
+        let kind = Kind::Ours { codec: codec.to_owned(), over, binary: None };
+        let device = Device::set_up_as(self.session, &kind, SWAP_BYTES, compcache, wanted)?;
+        ours::step(ours::disk_needs(over), swap::on(self.session, device.path(), SWAP_BYTES))?;
+        Ok(Store::Ours(Box::new(device)))
     }
 
     fn attach_file(&self, name: &str, bytes: u64) -> Result<PathBuf> {

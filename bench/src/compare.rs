@@ -237,7 +237,16 @@ mod tests {
     #[test]
     fn a_wrong_byte_fails_a_scenario_on_every_side() {
         let wrong = "scan: WRONG BYTES in page 3: found 0x1, wanted 0x2";
-        for side in Side::list(&["ours", "spill", "swap:lz4", "swap-ublk:lz4", "zram:lz4", "disk", "uncapped"]) {
+        for side in Side::list(&[
+            "ours",
+            "spill",
+            "swap:lz4",
+            "swap-ublk:lz4",
+            "backed-2009:lz4",
+            "zram:lz4",
+            "disk",
+            "uncapped",
+        ]) {
             assert!(is_failure(&side, &outcome(1, 0, wrong)), "{side}");
             let other = Outcome { same_output: Some(false), ..outcome(0, 0, "") };
             assert!(is_failure(&side, &other), "{side}: another output");
@@ -246,9 +255,14 @@ mod tests {
 
     #[test]
     fn what_fails_is_ours_also_where_the_kernel_swaps_to_it() {
-        for (word, fails) in
-            [("ours", true), ("spill", true), ("swap:lz4", true), ("swap-ublk:lz4", true), ("zram:lz4", false)]
-        {
+        for (word, fails) in [
+            ("ours", true),
+            ("spill", true),
+            ("swap:lz4", true),
+            ("swap-ublk:lz4", true),
+            ("backed-2009:lz4", true),
+            ("zram:lz4", false),
+        ] {
             let side: Side = word.parse().unwrap();
             assert_eq!(is_failure(&side, &outcome(139, 0, "")), fails, "{side}");
             let no_room = is_failure(&side, &outcome(137, 1, ""));

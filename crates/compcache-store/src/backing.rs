@@ -476,6 +476,12 @@ impl Batch {
         Ok(Batch { buffer: Buffer::new(Batch::BYTES)?, holds: None, touched: 0 })
     }
 
+    /// Has its memory be there from now on: who reads may be one that memory waits for.
+    pub fn prefault(&mut self) {
+        self.buffer.fill(0);
+        self.touched = Batch::BYTES;
+    }
+
     /// Makes it empty.
     pub fn clear(&mut self) {
         self.holds = None;

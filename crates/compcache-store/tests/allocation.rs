@@ -12,8 +12,8 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use compcache_store::{
-    Backing, BackingConfig, Codec, Fetcher, FileMedium, Page, PageIndex, Pool, PoolConfig, Read, Recompressor, Store,
-    StoreConfig, Worker, train_dictionary,
+    Backing, BackingConfig, Batch, Codec, Fetcher, FileMedium, Page, PageIndex, Pool, PoolConfig, Read, Recompressor,
+    Store, StoreConfig, Worker, train_dictionary,
 };
 
 static WATCHED: AtomicI32 = AtomicI32::new(0);
@@ -80,7 +80,13 @@ fn calls_during(work: impl FnOnce()) -> u64 {
 }
 
 /// Everything out to the backing, twice so that segments are cleaned, and some of it back.
-fn there_and_back(store: &Store, pool: &Pool, worker: &mut Worker, fetcher: &mut Fetcher) {
+fn there_and_back(
+    store: &Store,
+    pool: &Pool,
+    worker: &mut Worker,
+    (fetcher, batch): (&mut Fetcher, &mut Batch),
+    (run, found): (&mut [Page], &mut [Read]),
+) {
     let backing = pool.backing().expect("made with one");
     let mut page = [0; 4096];
     for generation in 0..4 {
@@ -95,6 +101,10 @@ fn there_and_back(store: &Store, pool: &Pool, worker: &mut Worker, fetcher: &mut
     for index in 0..500 {
         assert_eq!(pool.fetch(worker, fetcher, PageIndex(index), &mut page), Ok(Read::Done));
         assert_eq!(pool.fetch_and_take(worker, fetcher, PageIndex(1000 + index), &mut page), Ok(Read::Done));
+    }
+    for first in (500..1000).step_by(64) {
+        pool.read_run(worker, PageIndex(first), run, found).expect("it is there");
+        pool.fetch_run(worker, (fetcher, batch), PageIndex(first), run, found).expect("it is there");
     }
     backing.tidy(|| true);
     assert!(pool.stats().bd_reads > 0 && backing.stats().live_bytes == pool.stats().bd_bytes);
@@ -132,7 +142,7 @@ fn page_path(
     store: &Store,
     pool: &Pool,
     worker: &mut Worker,
-    fetcher: &mut Fetcher,
+    (fetcher, batch): (&mut Fetcher, &mut Batch),
     run: &mut [Page],
     found: &mut [Read],
 ) {
@@ -159,7 +169,7 @@ fn page_path(
     page[0] ^= 1;
     pool.write(worker, PageIndex(5), &page).expect_err("the limit is reached");
     store.set_limit_bytes(u64::MAX);
-    there_and_back(store, pool, worker, fetcher);
+    there_and_back(store, pool, worker, (fetcher, batch), (run, found));
     pool.discard_range(PageIndex(0), PageIndex::LIMIT);
     assert!(pool.stats().pages_stored() == 0 && pool.latency().reads.count > 0);
 }
@@ -181,7 +191,7 @@ fn the_page_path_allocates_nothing_with_any_codec() {
     let medium = Box::new(FileMedium::new(tempfile::tempfile().unwrap().into()));
     let backing = Backing::new(medium, config).unwrap();
     let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
-    let mut fetcher = Fetcher::new().unwrap();
+    let (mut fetcher, mut batch) = (Fetcher::new().unwrap(), Batch::new().unwrap());
     let mut worker = Worker::new(&store, || 0).unwrap();
     let mut recompressor = Recompressor::new(&store, 3).unwrap();
     let (mut run, mut found) = (samples[..64].to_vec(), vec![Read::Absent; 64]);
@@ -190,7 +200,7 @@ fn the_page_path_allocates_nothing_with_any_codec() {
     for codec in levels.into_iter().chain([Codec::Lz4, Codec::ZstdDictionary(id)]) {
         let calls = calls_during(|| {
             pool.set_codec(codec).expect("a codec of this store");
-            page_path(&store, &pool, &mut worker, &mut fetcher, &mut run, &mut found);
+            page_path(&store, &pool, &mut worker, (&mut fetcher, &mut batch), &mut run, &mut found);
             in_groups(&store, &pool, &mut worker, &mut recompressor);
         });
         assert_eq!(calls, 0, "{codec:?}");

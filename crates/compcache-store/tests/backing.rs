@@ -15,6 +15,8 @@ mod failures;
 mod flights;
 #[path = "model/medium.rs"]
 mod medium;
+#[path = "backing/runs.rs"]
+mod runs;
 
 use std::collections::BTreeSet;
 use std::fs::File;

@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use checker::{Divergence, Pages, Walk, Walked};
 use compcache_store::{
-    Backing, Codec, Fetcher, Page, PageIndex, Pool, PoolConfig, PoolStats, Read, Recompressor, Store, StoreConfig,
-    StoreError, Worker, train_dictionary,
+    Backing, Batch, Codec, Fetcher, Page, PageIndex, Pool, PoolConfig, PoolStats, Read, Recompressor, Store,
+    StoreConfig, StoreError, Worker, train_dictionary,
 };
 use medium::{Faults, Memory};
 
@@ -41,6 +41,7 @@ struct Subject {
     pool: Arc<Pool>,
     worker: Worker,
     fetcher: Fetcher,
+    batch: Batch,
     recompressor: Recompressor,
     /// Where recompression goes on.
     next: PageIndex,
@@ -51,10 +52,10 @@ struct Subject {
 impl Subject {
     fn new(store: &Arc<Store>, pool: &Arc<Pool>, codecs: &[Codec], limited: bool) -> Subject {
         let worker = Worker::new(store, clock).unwrap();
-        let fetcher = Fetcher::new().unwrap();
+        let (fetcher, batch) = (Fetcher::new().unwrap(), Batch::new().unwrap());
         let recompressor = Recompressor::new(store, 1).unwrap();
         let (store, pool, codecs) = (store.clone(), pool.clone(), codecs.to_vec());
-        Subject { store, pool, worker, fetcher, recompressor, next: PageIndex(0), codecs, limited }
+        Subject { store, pool, worker, fetcher, batch, recompressor, next: PageIndex(0), codecs, limited }
     }
 
     /// Makes groups of what was not used for `least` ages.
@@ -117,12 +118,16 @@ impl Pages for Subject {
 
     fn read_run(&mut self, first: PageIndex, pages: &mut [Page], found: &mut [Read]) -> Result<(), StoreError> {
         self.pool.read_run(&mut self.worker, first, pages, found).map_err(|failed| failed.error)?;
-        for (nth, (page, found)) in pages.iter_mut().zip(found).enumerate() {
-            if let Read::OnBacking(_) = found {
-                *found = self.read(first.plus(nth as u64), page, false)?;
+        let mut fetched = Ok(());
+        // As above: what was read is not read again, and no other is lost by one that fails.
+        for _ in 0..1000 {
+            let Subject { pool, worker, fetcher, batch, .. } = self;
+            fetched = pool.fetch_run(worker, (fetcher, batch), first, pages, found).map_err(|failed| failed.error);
+            if !matches!(fetched, Err(StoreError::BackingFailed { .. })) {
+                break;
             }
         }
-        Ok(())
+        fetched
     }
 
     fn contains(&mut self, index: PageIndex) -> bool {

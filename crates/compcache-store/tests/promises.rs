@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use compcache_store::{
-    Backing, BackingConfig, Codec, Fetcher, Leaving, Medium, MediumError, Page, PageIndex, Pool, PoolConfig, Read,
-    Recompressor, Rewritten, Store, StoreConfig, StoreError, Worker, Written,
+    Backing, BackingConfig, Batch, Codec, Fetcher, Leaving, Medium, MediumError, Page, PageIndex, Pool, PoolConfig,
+    Read, Recompressor, Rewritten, Store, StoreConfig, StoreError, Worker, Written,
 };
 
 const KIB: u64 = 1 << 10;
@@ -662,8 +662,9 @@ fn a_worker_of_another_store_is_refused_by_every_call() {
     let worker = || Worker::new(&ours, || 0).unwrap();
     let (at, mut page) = (PageIndex(3), page_of(7, 50));
     pool.write(&mut worker(), at, &page).unwrap();
+    let tools = || (Box::leak(Box::new(Fetcher::new().unwrap())), Box::leak(Box::new(Batch::new().unwrap())));
     type Call<'a> = (&'a str, &'a dyn Fn(&mut Worker));
-    let calls: [Call<'_>; 14] = [
+    let calls: [Call<'_>; 15] = [
         ("write", &|worker| _ = pool.write(worker, at, &page_of(7, 50))),
         ("write_run", &|worker| _ = pool.write_run(worker, at, &[page_of(7, 50)])),
         ("rewrite", &|worker| _ = pool.rewrite(worker, at, &page_of(7, 50))),
@@ -672,6 +673,7 @@ fn a_worker_of_another_store_is_refused_by_every_call() {
         ("look_at", &|worker| _ = pool.look_at(worker, at, &mut [0; 4096])),
         ("take", &|worker| _ = pool.take(worker, at, &mut [0; 4096])),
         ("fetch", &|worker| _ = pool.fetch(worker, &mut Fetcher::new().unwrap(), at, &mut [0; 4096])),
+        ("fetch_run", &|worker| _ = pool.fetch_run(worker, tools(), at, &mut [], &mut [])),
         ("record_of", &|worker| _ = pool.record_of(worker, at)),
         ("open_fetched", &|worker| _ = pool.open_fetched(worker, &mut Fetcher::new().unwrap(), at, &mut [0; 4096])),
         ("recompress", &|worker| {

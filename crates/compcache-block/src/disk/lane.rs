@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 use std::time::Duration;
 
-use compcache_store::{Fetcher, Health, Leaving, Page, PageIndex, Read, RunFailed, StoreError, Worker};
+use compcache_store::{Batch, Fetcher, Health, Leaving, Page, PageIndex, Read, RunFailed, StoreError, Worker};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::Disk;
@@ -41,7 +41,7 @@ pub(super) struct DiskLane {
     page: Box<Page>,
     found: [Read; RUN],
     /// For blocks on the backing, if there is one.
-    fetcher: Option<Fetcher>,
+    fetcher: Option<(Fetcher, Batch)>,
 }
 
 fn now_ns() -> u64 {
@@ -171,8 +171,14 @@ impl DiskLane {
     pub fn new(disk: Arc<Disk>) -> Result<DiskLane, DeviceError> {
         let mut worker = Worker::new(disk.pool.store(), now_ns)?;
         worker.set_reserve_only(disk.reserve_only.load(Relaxed));
-        let mut fetcher = disk.pool.backing().map(|_| Fetcher::new()).transpose()?;
-        fetcher.iter_mut().for_each(Fetcher::prefault);
+        let mut fetcher = match disk.pool.backing() {
+            Some(_) => Some((Fetcher::new()?, Batch::new()?)),
+            None => None,
+        };
+        if let Some((one, run)) = &mut fetcher {
+            one.prefault();
+            run.prefault();
+        }
         Ok(DiskLane { disk, worker, page: Box::new(ZEROES), found: [Read::Absent; RUN], fetcher })
     }
 
@@ -182,16 +188,22 @@ impl DiskLane {
             let found = &mut self.found[..pages.len()];
             let read = self.disk.pool.read_run(&mut self.worker, PageIndex(first), pages, found);
             read.map_err(|failed| failed.error)?;
-            for (at, (page, found)) in pages.iter_mut().zip(found).enumerate() {
-                match found {
-                    Read::Done => {}
-                    Read::Absent => *page = ZEROES,
-                    Read::OnBacking(_) if !manner.may_wait => return Ok(Outcome::MustWait),
-                    Read::OnBacking(_) => {
-                        fetch(&self.disk, &mut self.worker, &mut self.fetcher, first + at as u64, page)?;
-                    }
+            if found.iter().any(|found| matches!(found, Read::OnBacking(_))) {
+                let unreachable = DeviceError::Unreachable { offset_bytes: first * BLOCK };
+                let (fetcher, batch) = self.fetcher.as_mut().ok_or(unreachable)?;
+                if !manner.may_wait {
+                    return Ok(Outcome::MustWait);
                 }
+                let fetched =
+                    self.disk.pool.fetch_run(&mut self.worker, (fetcher, batch), PageIndex(first), pages, found);
+                fetched.map_err(|failed| failed.error)?;
             }
+            // Some may have been discarded meanwhile.
+            pages
+                .iter_mut()
+                .zip(found)
+                .filter(|(_, found)| **found == Read::Absent)
+                .for_each(|(page, _)| *page = ZEROES);
         }
         Ok(Outcome::Done(()))
     }
@@ -276,12 +288,12 @@ impl DiskLane {
 fn fetch(
     disk: &Disk,
     worker: &mut Worker,
-    fetcher: &mut Option<Fetcher>,
+    fetcher: &mut Option<(Fetcher, Batch)>,
     block: u64,
     page: &mut Page,
 ) -> Result<(), DeviceError> {
     let unreachable = DeviceError::Unreachable { offset_bytes: block * BLOCK };
-    let fetcher = fetcher.as_mut().ok_or(unreachable)?;
+    let (fetcher, _) = fetcher.as_mut().ok_or(unreachable)?;
     match disk.pool.fetch(worker, fetcher, PageIndex(block), page)? {
         Read::Done => {}
         // Discarded meanwhile.

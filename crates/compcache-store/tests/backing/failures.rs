@@ -58,9 +58,9 @@ fn a_segment_that_cannot_be_read_does_not_keep_others_from_being_cleaned() {
 }
 
 /// A medium with a segment that can be neither read nor written.
-struct BadPlace {
-    memory: Box<dyn Medium>,
-    bad: Arc<Mutex<Option<u64>>>,
+pub struct BadPlace {
+    pub memory: Box<dyn Medium>,
+    pub bad: Arc<Mutex<Option<u64>>>,
 }
 
 impl BadPlace {
