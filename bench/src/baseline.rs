@@ -26,7 +26,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -184,6 +184,12 @@ impl<'s> Baseline<'s> {
             SwapPath::Disk(speed) => Store::Disk(made.set_up_disk(throttle.or(speed.throttle()))?),
             SwapPath::Ours(codec, over) => made.set_up_ours(codec, *over, compcache, &Value::Null)?,
             SwapPath::Backed(codec, speed) => {
+                // In version 2 only who is in the run's group is slowed down, and the server is not.
+                let unified = cgroup::is_unified();
+                ensure!(
+                    *speed == Speed::Full || !unified,
+                    "a server's disk cannot be slowed down here (blkio, control groups of version 1)"
+                );
                 let device = made.attach_file("backing", SWAP_BYTES)?;
                 loop_device::throttle(session, &device, throttle.or(speed.throttle()), made.cgroup.as_ref())?;
                 let backing = json!({"path": device, "overwrite": true});

@@ -31,6 +31,7 @@
 //! `doc/proto.md` of the NetworkBlockDevice/nbd project: fixed newstyle, structured replies, `base:allocation`. Extended
 //! headers are refused.
 
+mod buffer;
 mod handshake;
 mod reply;
 mod session;

@@ -636,10 +636,9 @@ fn own_slot(pager: &Pager) -> Option<&'static ProcessSlot> {
     let thread = rustix::thread::gettid().as_raw_nonzero().get() as u32;
     if pager.slot().is_some_and(|slot| !slot.is_of(thread)) {
         pager.slot.store(0, Release);
+        // This is no other process, now or when it is claimed late.
+        pager.region.header.processes_total.fetch_sub(1, Relaxed);
         pager.claim_slot();
-        // This is no other process.
-        let claimed = u64::from(pager.slot().is_some());
-        pager.region.header.processes_total.fetch_sub(claimed, Relaxed);
     }
     pager.slot()
 }

@@ -120,7 +120,7 @@ fn off(args: &SwapOffArgs) -> anyhow::Result<String> {
                 .with_context(|| format!("swap stays on disk {}; what was brought back is in memory", disk.name))?;
         }
         let removed = ask(&socket, Request::Remove { name: disk.name.clone(), force: false });
-        match removed.context("swap is off; the disk can be removed by `compcache swap off` again")? {
+        match removed.context("swap is off, and the disk stays; `compcache swap off` again removes it")? {
             Reply::Done => {}
             _ => return unexpected(),
         }

@@ -3,9 +3,10 @@
 //! The connection's thread reads a request, serves it from its own lane and answers it. One that must wait goes to
 //! [`Waiting`], and the thread reads the next, so replies may come in another order than requests.
 
-use std::io::{self, BufReader, ErrorKind, Read};
+use std::io::{self, BufReader, Read};
 use std::sync::Arc;
 
+use super::buffer::Buffer;
 use super::handshake::{self, Agreed};
 use super::reply::{HEADROOM, Replies};
 use super::socket::Stream;
@@ -18,28 +19,6 @@ use crate::error::DeviceError;
 /// Extents in one answer: as much as fits into a page.
 const EXTENTS_MAX: usize = 512;
 const EXTENT_BYTES: usize = 8;
-
-/// Room for payloads and the header before them, as large as the largest has been.
-#[derive(Default)]
-pub(super) struct Buffer(Vec<u8>);
-
-impl Buffer {
-    /// Room for what a request reads or writes, behind the headroom.
-    ///
-    /// # Errors
-    /// The system gives no memory.
-    pub fn fit(&mut self, request: &Request) -> io::Result<&mut [u8]> {
-        let payload_bytes = match request.command {
-            command::READ | command::WRITE => request.length_bytes.min(PAYLOAD_BYTES_MAX) as usize,
-            command::BLOCK_STATUS => EXTENTS_MAX * EXTENT_BYTES,
-            _ => 0,
-        };
-        let missing_bytes = (HEADROOM + payload_bytes).saturating_sub(self.0.len());
-        self.0.try_reserve_exact(missing_bytes).map_err(|_| ErrorKind::OutOfMemory)?;
-        self.0.resize(self.0.len() + missing_bytes, 0);
-        Ok(&mut self.0)
-    }
-}
 
 /// Serves one client until it leaves, talks nonsense, or is cut off.
 pub(super) fn serve(stream: Stream, exports: &[Export]) -> io::Result<()> {
@@ -64,7 +43,7 @@ pub(super) fn serve(stream: Stream, exports: &[Export]) -> io::Result<()> {
         if request.command == command::WRITE && request.length_bytes > PAYLOAD_BYTES_MAX {
             return Ok(());
         }
-        let room = buffer.fit(&request)?;
+        let room = buffer.fit(room_for(&request))?;
         if request.command == command::WRITE {
             input.read_exact(&mut room[HEADROOM..][..request.length_bytes as usize])?;
         }
@@ -72,6 +51,16 @@ pub(super) fn serve(stream: Stream, exports: &[Export]) -> io::Result<()> {
             waiting.push(request, room)?;
         }
     }
+}
+
+/// What a request needs of a buffer, with the headroom.
+pub(super) fn room_for(request: &Request) -> usize {
+    HEADROOM
+        + match request.command {
+            command::READ | command::WRITE => request.length_bytes.min(PAYLOAD_BYTES_MAX) as usize,
+            command::BLOCK_STATUS => EXTENTS_MAX * EXTENT_BYTES,
+            _ => 0,
+        }
 }
 
 /// What a connection's threads know.

@@ -9,8 +9,9 @@ use std::io::{self, ErrorKind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
+use super::buffer::Buffer;
 use super::reply::HEADROOM;
-use super::session::{Buffer, Server};
+use super::session::{Server, room_for};
 use super::wire::{self, PAYLOAD_BYTES_MAX, Request, command, error};
 use crate::device::Outcome;
 
@@ -114,7 +115,7 @@ fn serve_waiting(server: &Server, shared: &Shared) {
     let mut lane = lane.map_err(|failed| wire::error_of(failed.errno()));
     let mut buffer = Buffer::default();
     while let Some(Waiter { request, payload }) = shared.next() {
-        let served = buffer.fit(&request).and_then(|room| {
+        let served = buffer.fit(room_for(&request)).and_then(|room| {
             room[HEADROOM..][..payload.len()].copy_from_slice(&payload);
             match &mut lane {
                 Ok(lane) => server.serve(&mut **lane, &request, room, true),

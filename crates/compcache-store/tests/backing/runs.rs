@@ -50,22 +50,53 @@ fn a_run_takes_few_accesses_whatever_is_between_its_pages() {
     assert!((0..64).all(|index| !at.is_out(index)), "where there is room they come back into memory");
 }
 
+/// A medium that fails whoever asks it for more than one page takes.
+struct Short(Box<dyn Medium>);
+
+impl Medium for Short {
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediumError> {
+        match into.len() {
+            0..=12288 => self.0.read_at(offset_bytes, into),
+            _ => Err(MediumError::System { errno: 5 }),
+        }
+    }
+
+    fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError> {
+        self.0.write_at(offset_bytes, from)
+    }
+
+    fn punch(&self, offset_bytes: u64, length_bytes: u64) {
+        self.0.punch(offset_bytes, length_bytes);
+    }
+}
+
 #[test]
 fn of_a_run_that_cannot_be_read_as_a_whole_each_page_is_read_alone() {
-    let bad = Arc::new(Mutex::new(None));
-    let mut at = place(
-        Box::new(failures::BadPlace { memory: Memory::new(1, Faults::NONE).medium(), bad: bad.clone() }),
-        config(100),
-    );
+    let mut at = place(Box::new(Short(Memory::new(1, Faults::NONE).medium())), config(100));
     (0..300).for_each(|index| at.write(index, &heap(index, 1)));
     at.reclaim_all();
-    *bad.lock().unwrap() = Some(0);
     let (mut batch, mut pages) = (Batch::new().unwrap(), vec![[0; 4096]; 300]);
+    run(&mut at, &mut batch, 0, &mut pages).unwrap();
+    assert!((0..300).all(|index| pages[index] == heap(index as u64, 1)));
+}
+
+#[test]
+fn a_page_of_a_run_that_cannot_be_read_is_told_and_those_before_it_are_there() {
+    let bad = Arc::new(Mutex::new(None));
+    let medium = failures::BadPlace { memory: Memory::new(1, Faults::NONE).medium(), bad: bad.clone() };
+    let mut at = place(Box::new(medium), config(100));
+    (0..300).for_each(|index| at.write(index, &heap(index, 1)));
+    at.reclaim_all();
+    at.store.set_limit_bytes(1);
+    let (mut batch, mut pages) = (Batch::new().unwrap(), vec![[0; 4096]; 300]);
+    // Far from page 0.
+    let Ok(Read::OnBacking(extent)) = at.pool.read(&mut at.worker, PageIndex(200), &mut pages[0]) else { panic!() };
+    *bad.lock().unwrap() = Some(extent.offset_bytes / (64 * KIB));
     let (done, error) = run(&mut at, &mut batch, 0, &mut pages).unwrap_err();
-    assert_eq!(
-        error,
-        StoreError::BackingFailed { index: PageIndex(done as u64), error: MediumError::System { errno: 5 } }
-    );
+    let StoreError::BackingFailed { index, error: MediumError::System { errno: 5 } } = error else {
+        panic!("{error:?}")
+    };
+    assert!(0 < done && done as u64 <= index.0 && index.0 < 300, "{done}, {index:?}");
     assert!((0..done).all(|index| pages[index] == heap(index as u64, 1)));
     *bad.lock().unwrap() = None;
     run(&mut at, &mut batch, 0, &mut pages).unwrap();

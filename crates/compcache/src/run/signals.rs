@@ -100,7 +100,8 @@ impl Signals {
         Ok(())
     }
 
-    /// To be called when `program` goes on after a stop: what had come of signals that stop is over, as it is for the kernel.
+    /// To be called when `program` has stopped: what has come of signals that stop is done. What comes later waits in the kernel, which forgets it
+    /// when we go on.
     pub fn forget_stops(&mut self, program: Pid) {
         self.pass_on(program, |signal| !matches!(signal, SIGTSTP | SIGTTIN | SIGTTOU));
     }

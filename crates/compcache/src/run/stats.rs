@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use compcache_pager::shared::{Counters, LATENCY_BUCKETS, Region, Trouble, bucket_floor_ns};
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, openat, renameat, statat, unlinkat};
+use rustix::fs::{
+    AtFlags, FileType, Mode, OFlags, RenameFlags, Stat, openat, renameat, renameat_with, statat, unlinkat,
+};
 use rustix::io::Errno;
 use serde::Serialize;
 
@@ -292,21 +294,27 @@ impl StatsFile {
         temporary.push(name);
         temporary.push(format!(".{}", std::process::id()));
         let file = Self { path: path.to_owned(), directory, name: name.to_owned(), temporary, before, failed: None };
-        // A file system may be mounted on it, or it may be another user's where none may remove it.
-        file.replace("{}\n").with_context(why)?;
+        file.write_anew("").and_then(|()| file.try_replacing()).with_context(why)?;
         Ok(file)
+    }
+
+    /// Finds out whether what is there can be replaced: something may be mounted on it, or it may be another user's where that is not allowed. It stays
+    /// as it is. A file system that cannot do this tells nothing.
+    fn try_replacing(&self) -> io::Result<()> {
+        let swap =
+            || renameat_with(&self.directory, &self.temporary, &self.directory, &self.name, RenameFlags::EXCHANGE);
+        match self.before.map(|_| swap().and_then(|()| swap())) {
+            None | Some(Ok(()) | Err(Errno::INVAL | Errno::NOSYS)) => Ok(()),
+            Some(Err(error)) => Err(error.into()),
+        }
     }
 
     /// Replaces the file. A failure is kept for [`StatsFile::complain`]: the program is not to suffer from it.
     pub fn write(&mut self, stats: &Stats) {
         let mut text = serde_json::to_string_pretty(stats).expect("numbers and words are always JSON");
         text.push('\n');
-        self.failed = self.replace(&text).err();
-    }
-
-    fn replace(&self, text: &str) -> io::Result<()> {
-        self.write_anew(text)?;
-        Ok(renameat(&self.directory, &self.temporary, &self.directory, &self.name)?)
+        let replace = || renameat(&self.directory, &self.temporary, &self.directory, &self.name);
+        self.failed = self.write_anew(&text).and_then(|()| Ok(replace()?)).err();
     }
 
     /// Writes a file that is new: in a directory of many users a link could be there, to a file of ours.
@@ -356,6 +364,7 @@ mod tests {
         fs::write(&victim, "kept").unwrap();
         plant().unwrap();
         let mut file = StatsFile::create(&path).unwrap();
+        fs::remove_file(dir.path().join(&file.temporary)).unwrap();
         plant().unwrap();
         file.write(&Stats::default());
         assert_eq!(fs::read_to_string(&victim).unwrap(), "kept");
@@ -392,6 +401,9 @@ mod tests {
         assert_eq!(fs::read_to_string(&link).unwrap(), "kept");
         for mode in [0o600, 0o644, 0o640] {
             fs::set_permissions(&file, Permissions::from_mode(mode)).unwrap();
+            let before = fs::read_to_string(&file).unwrap();
+            drop(StatsFile::create(&file).unwrap());
+            assert_eq!(fs::read_to_string(&file).unwrap(), before, "nothing was written");
             StatsFile::create(&file).unwrap().write(&Stats::default());
             assert!(fs::read_to_string(&file).unwrap().starts_with('{'));
             assert_eq!(fs::metadata(&file).unwrap().mode() & 0o7777, mode);

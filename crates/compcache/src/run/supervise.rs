@@ -145,8 +145,8 @@ impl<'a> Run<'a> {
             }
             // The first process of a container cannot stop, and nobody would see it.
             if status.stopped() && getpid() != Pid::INIT {
-                stop_with(self.program);
                 self.signals.forget_stops(self.program);
+                stop_with(self.program);
             }
         }
         Ok(None)

@@ -7,7 +7,7 @@
 //! are being swapped out; those wait for the loop device, and that waits for memory while megabytes are free below the boosted
 //! mark, the ballast ([`super::safe`]) among them. So a machine stood still that had swapped out a few megabytes.
 //!
-//! The setting is the machine's; it is put back when the server ends, unless another one still has swap: each holds a shared lock on the
+//! The setting is the machine's; it is put back with the server's last disk for swap, unless another one still has swap: each holds a shared lock on the
 //! setting, and only who is alone puts it back. A server that is killed, or ends before another, leaves it at 0, which costs a machine
 //! nothing but some fragmentation.
 

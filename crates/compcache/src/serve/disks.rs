@@ -209,14 +209,12 @@ impl Disks {
         let mut all = all.into_iter();
         let kept = all.by_ref().try_for_each(|(name, attached, claim)| {
             let ended = attached.end_claimed(&name, claim);
-            self.lock().left(&name, ended)
+            self.left(&name, ended)
         });
         let mut disks = self.lock();
         all.for_each(|(name, attached, _)| disks.stay(name, attached));
         disks.ending = kept.is_ok();
-        if kept.is_ok() {
-            self.safety.end();
-        }
+        self.rest_without_swap(&disks);
         kept
     }
 
@@ -450,13 +448,22 @@ impl Disks {
             Some(claimed) => attached.end_claimed(name, claimed),
             None => attached.end_by_force(name),
         };
+        self.left(name, ended)
+    }
+
+    /// It has ended, or is there again. With the last for swap goes what was kept for it.
+    fn left(&self, name: &str, ended: Result<(), Box<Stays>>) -> anyhow::Result<()> {
         let mut disks = self.lock();
-        disks.left(name, ended)?;
-        // One that is being removed may yet stay.
+        let left = disks.left(name, ended);
+        self.rest_without_swap(&disks);
+        left
+    }
+
+    fn rest_without_swap(&self, disks: &Named) {
+        // One that is being removed may yet stay, and then this is done.
         if disks.leaving.is_empty() && !disks.by_name.values().any(|attached| attached.for_swap) {
             self.safety.rest(&self.store);
         }
-        Ok(())
     }
 
     fn with<T>(&self, name: &str, work: impl FnOnce(&mut Attached) -> anyhow::Result<T>) -> anyhow::Result<T> {

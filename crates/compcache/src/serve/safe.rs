@@ -207,11 +207,6 @@ impl Safety {
         }
     }
 
-    /// The server ends: what is the machine's is as it was before.
-    pub fn end(&self) {
-        self.lock().boost = None;
-    }
-
     /// Has the system give the memory of what was mapped since: stacks and buffers of threads that were started.
     pub fn settle(&self, store: &Store) {
         if self.lock().serving {

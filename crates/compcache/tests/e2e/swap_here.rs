@@ -48,6 +48,11 @@ impl Swap {
 
     fn of(server: Server, on: &[&str]) -> Swap {
         let printed = server.ok(on);
+        Swap::beside(server, &printed)
+    }
+
+    /// What `swap on` has printed is on.
+    fn beside(server: Server, printed: &str) -> Swap {
         let device = printed.split_whitespace().nth(1).expect("a name and a device").to_owned();
         // A server that swap is on does not end.
         let end = r#"swapoff "$1"; kill "$2""#;
@@ -210,19 +215,20 @@ fn swap_of_a_server_that_was_killed_is_told_of_and_taken_after_that_of_the_next(
     }
     let _ours = the_machines_swap();
     let _boost = BoostBefore::note();
-    let on = ["swap", "on", "--size", "64M", "--transport", "loop", "--unprotected", "--priority", "32000"];
+    let on = ["swap", "on", "--size", "64M", "--transport", "loop", "--unprotected", "--priority", "0"];
     let killed = Swap::of(Server::start(&[]), &on);
+    assert_eq!(killed.used_bytes(), Some(0), "this machine swaps: somebody would die with the server");
     killed.server.signal("-KILL");
     let next = Server::start(&[]);
     next.refuses(&["swap", "off"], &["no disk for swap", &killed.device, "swapoff"]);
     let output = next.asked(&on);
     let (said, told) = (String::from_utf8_lossy(&output.stderr), String::from_utf8_lossy(&output.stdout));
     assert!(said.contains(&format!("swapoff {}", killed.device)), "{said}");
-    let device = told.split_whitespace().nth(1).expect("a name and a device");
+    let next = Swap::beside(next, &told);
     let swaps = fs::read_to_string("/proc/swaps").unwrap();
-    let line = swaps.lines().find(|line| line.starts_with(&format!("{device} "))).expect("it is on");
-    assert_eq!(line.split_whitespace().last(), Some("32001"), "{swaps}");
-    next.ok(&["swap", "off"]);
+    let line = swaps.lines().find(|line| line.starts_with(&format!("{} ", next.device))).expect("it is on");
+    assert_eq!(line.split_whitespace().last(), Some("1"), "{swaps}");
+    next.server.ok(&["swap", "off"]);
     drop(killed);
     drop(next);
     // Whose first act is to remove what was left.
