@@ -75,8 +75,9 @@ ci:
 man: build
 	$(RELEASE)/compcache man docs/man
 
-# Units look for the program where it is installed, and completions where the shells do.
-install: build
+# Of what `make` has built: root, who mostly runs this, may have no cargo. Units look for the program where it is installed, and completions where the shells do.
+install:
+	@test -x $(RELEASE)/compcache -a -f $(RELEASE)/libcompcache_preload.so || { echo "$(RELEASE) has not all of it; run make before, as who builds" >&2; exit 1; }
 	install -D -m 755 $(RELEASE)/compcache $(DESTDIR)$(PREFIX)/bin/compcache
 	install -D -m 755 $(RELEASE)/libcompcache_preload.so $(DESTDIR)$(PREFIX)/lib/compcache/libcompcache_preload.so
 	install -d $(DESTDIR)$(PREFIX)/share/man/man1
@@ -90,6 +91,7 @@ install: build
 	$(RELEASE)/compcache completions bash >$(DESTDIR)$(PREFIX)/share/bash-completion/completions/compcache
 	$(RELEASE)/compcache completions zsh >$(DESTDIR)$(PREFIX)/share/zsh/site-functions/_compcache
 	$(RELEASE)/compcache completions fish >$(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/compcache.fish
+	chmod 644 $(addprefix $(DESTDIR)$(PREFIX)/share/,bash-completion/completions/compcache zsh/site-functions/_compcache fish/vendor_completions.d/compcache.fish)
 
 clean:
 	$(CARGO) clean

@@ -31,6 +31,7 @@ mod astray;
 mod caller;
 mod error;
 mod handles;
+mod helper;
 mod inodes;
 mod kept;
 mod lower;
@@ -48,6 +49,6 @@ mod watch;
 
 pub use compcache_cache::CacheStats;
 pub use error::FsError;
-pub use mount::{Forbidden, Mount, MountOptions, MountedAt, Remembered, is_dead, unmount};
+pub use mount::{Forbidden, Mount, MountOptions, MountedAt, Remembered, has_dead_server, is_dead, unmount};
 pub use passthrough::Passthrough;
 pub use tree::PASSED_OPENS;

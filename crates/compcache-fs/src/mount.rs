@@ -6,7 +6,6 @@ use std::io::{self, ErrorKind};
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -16,7 +15,7 @@ use std::time::{Duration, Instant};
 use compcache_cache::Cache;
 use compcache_fuse::{Linger, OpenTable, Rings, mounts, table_of_mounts, uppermost};
 use compcache_store::Codec;
-use fuser::{BackgroundSession, Config, FileType, MountOption, Notifier, Session, SessionACL};
+use fuser::{BackgroundSession, Config, FileType, Notifier, Session, SessionACL};
 use rustix::fs::{StatVfsMountFlags, fstatvfs, statvfs};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount};
@@ -25,6 +24,7 @@ use rustix::system::sysinfo;
 
 use crate::astray::BELIEVED;
 use crate::error::FsError;
+use crate::helper;
 use crate::inodes::{Inodes, Node};
 use crate::mounted_on::MountedOn;
 use crate::names::Place;
@@ -189,6 +189,16 @@ impl MountedAt {
         &self.path
     }
 
+    /// Whether it is still there and nobody can serve it any more: its server was killed, or the kernel has aborted the connection.
+    pub fn is_dead(&self) -> bool {
+        let Some(line) = &self.line else { return has_dead_server(&self.path) };
+        // Asked last, and by its place: the numbers of one that is gone may be a new one's by now, which is not dead.
+        table_of_mounts().is_ok_and(|table| {
+            let ours = mounts(&table).find(|mounted| mounted.id == line.id && mounted.device == line.device);
+            ours.is_some_and(|ours| has_dead_server(&ours.place()))
+        })
+    }
+
     /// Unmounts it where it is by now, and nothing else; [`Mount::wait`] then returns, unless others have it mounted in a namespace of theirs, or files are
     /// open of what was taken out of the tree (`umount -l`): with the last of that. If it is not there any more, there is nothing to unmount.
     ///
@@ -341,6 +351,11 @@ pub fn is_dead(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED))
 }
 
+/// Whether what is seen at `target` is a mount whose server has died. The kernel may believe for a while what that has said of its root; this it asks always.
+pub fn has_dead_server(target: &Path) -> bool {
+    statvfs(target).is_err_and(|error| is_dead(&error.into()))
+}
+
 /// Unmounts what is mounted at `target`, whether its server lives or not.
 ///
 /// # Errors
@@ -350,39 +365,17 @@ pub fn unmount(target: &Path) -> Result<(), FsError> {
     match rustix::mount::unmount(target, UnmountFlags::NOFOLLOW) {
         Ok(()) => Ok(()),
         Err(Errno::BUSY) => Err(FsError::InUse { path }),
-        Err(Errno::PERM) => by_helper(target),
+        Err(Errno::PERM) => helper::unmount(target),
         Err(error) => Err(FsError::Unmount { path, error: error.into() }),
     }
-}
-
-/// For others than root.
-fn by_helper(target: &Path) -> Result<(), FsError> {
-    let path = target.to_owned();
-    let mut helper = Command::new("fusermount3");
-    let ended = helper.arg("-u").arg("--").arg(target).stdin(Stdio::null()).output();
-    let output = ended.map_err(|error| FsError::Unmount {
-        path: path.clone(),
-        error: io::Error::new(error.kind(), format!("the program fusermount3 (package fuse3) cannot be run: {error}")),
-    })?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    if said.contains("busy") {
-        return Err(FsError::InUse { path });
-    }
-    Err(FsError::Unmount { path, error: io::Error::other(said) })
 }
 
 /// Both places as they are called without links, if they can be used together.
 fn places(options: &MountOptions) -> Result<(PathBuf, PathBuf), FsError> {
     let whole = |path: &Path| {
         let path = fs::canonicalize(path)?;
-        // The kernel may believe for a while what a server that is dead by now has said of its root; this it asks always.
-        if let Err(error) = statvfs(&path).map_err(io::Error::from)
-            && is_dead(&error)
-        {
-            return Err(error);
+        if has_dead_server(&path) {
+            return Err(Errno::NOTCONN.into());
         }
         if fs::metadata(&path)?.is_dir() { Ok(path) } else { Err(io::Error::from(ErrorKind::NotADirectory)) }
     };
@@ -425,11 +418,24 @@ fn connect_once(
     config.n_threads = Some(if by_rings { 1 } else { options.threads.get() });
     let tree = ByLibrary(tree.clone());
     config.clone_fd = true;
-    config.acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
-    if !geteuid().is_root() {
-        config.mount_options = helper_options(source, limits, request_bytes_max(by_rings));
-        return Session::new(tree, target, &config);
-    }
+    let read_bytes_max = request_bytes_max(by_rings);
+    let device = match geteuid().is_root() {
+        true => mount_as_root(options, source, target, limits, read_bytes_max)?,
+        false => helper::mount(target, &helper::options(source, limits, options.allow_other, read_bytes_max))?,
+    };
+    // The kernel lets in whom it may.
+    Session::from_fd(tree, device, SessionACL::All, config).inspect_err(|_| {
+        let _ = rustix::mount::unmount(target, UnmountFlags::DETACH).or_else(|_| helper::unmount(target));
+    })
+}
+
+fn mount_as_root(
+    options: &MountOptions,
+    source: &Path,
+    target: &Path,
+    limits: StatVfsMountFlags,
+    read_bytes_max: u32,
+) -> io::Result<OwnedFd> {
     let device = OpenOptions::new().read(true).write(true).open(DEVICE)?;
     let device = OwnedFd::from(device);
     let mut how = format!(
@@ -437,17 +443,14 @@ fn connect_once(
         device.as_raw_fd(),
         getuid().as_raw(),
         getgid().as_raw(),
-        request_bytes_max(by_rings)
+        read_bytes_max
     );
     if options.allow_other {
         how += ",allow_other";
     }
     let how = CString::new(how)?;
     mount(source, target, KIND, flags(limits), how.as_c_str())?;
-    // The kernel lets in whom it may.
-    Session::from_fd(tree, device, SessionACL::All, config).inspect_err(|_| {
-        let _ = rustix::mount::unmount(target, UnmountFlags::DETACH);
-    })
+    Ok(device)
 }
 
 /// The flags of a mount that forbids the same.
@@ -462,22 +465,6 @@ fn flags(limits: StatVfsMountFlags) -> MountFlags {
         .into_iter()
         .filter(|(limit, _)| limits.contains(*limit))
         .fold(MountFlags::empty(), |all, (_, flag)| all | flag)
-}
-
-/// The same for fusermount3, which forbids devices and set-user-ID programs by itself.
-fn helper_options(source: &Path, limits: StatVfsMountFlags, read_bytes_max: u32) -> Vec<MountOption> {
-    let name = source.to_string_lossy().into_owned();
-    // A comma would begin another option.
-    let name = if name.contains([',', '\\']) { "compcache".to_owned() } else { name };
-    let either = |limit, on, off| if limits.contains(limit) { on } else { off };
-    vec![
-        MountOption::FSName(name),
-        MountOption::Subtype("compcache".into()),
-        MountOption::DefaultPermissions,
-        MountOption::CUSTOM(format!("max_read={read_bytes_max}")),
-        either(StatVfsMountFlags::RDONLY, MountOption::RO, MountOption::RW),
-        either(StatVfsMountFlags::NOEXEC, MountOption::NoExec, MountOption::Exec),
-    ]
 }
 
 /// Whose thread does what the cache needs done beside reading and writing.

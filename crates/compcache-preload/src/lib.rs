@@ -66,7 +66,10 @@ fn pager() -> Option<&'static Pager> {
 static CONSTRUCTOR: extern "C" fn(c_int, *const *const c_char, *const *const c_char) = construct;
 
 extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *const c_char) {
-    // SAFETY: the loader passes the program's environment, a list that ends with a null pointer.
+    if !libc::is_glibc() {
+        return;
+    }
+    // SAFETY: glibc's loader passes the program's environment, a list that ends with a null pointer.
     let Some(path) = (unsafe { variable(environment, shared::ENV_REGION.as_bytes()) }) else { return };
     let Some(region) = map_region(path) else { return };
     // SAFETY: as above; nothing of the program's has run yet.

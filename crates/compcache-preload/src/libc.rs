@@ -19,13 +19,10 @@ pub type Start = unsafe extern "C" fn(*mut c_void) -> c_int;
 
 #[link(name = "c")]
 unsafe extern "C" {
-    // pthread_atfork itself is in the part of libc that is linked statically; this is what it calls.
-    fn __register_atfork(prepare: Handler, parent: Handler, child: Handler, object: *mut c_void) -> c_int;
     fn __errno_location() -> *mut c_int;
     /// Whether mutexes made with these attributes are robust: `PTHREAD_MUTEX_ROBUST` in `robust`.
     fn pthread_mutexattr_getrobust(attributes: *const c_void, robust: *mut c_int) -> c_int;
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
-    static _IO_list_all: *const c_void;
 }
 
 /// As libc's sys/uio.h.
@@ -56,10 +53,40 @@ const STREAM_WORDS: usize = 0x88 / size_of::<usize>() + 1;
 /// That which leads to the next in the list of all.
 const CHAIN_WORD: usize = 0x68 / size_of::<usize>();
 
+/// The address of a symbol that may be in none of the objects; then 0. The loader finds it when it loads this one.
+macro_rules! weak_symbol {
+    ($name:literal) => {{
+        let address: usize;
+        // SAFETY: reads a word of this object's own.
+        unsafe {
+            core::arch::asm!(
+                concat!(".weak ", $name),
+                concat!("mov {}, qword ptr [rip + ", $name, "@GOTPCREL]"),
+                out(reg) address,
+                options(nostack, pure, readonly, preserves_flags),
+            );
+        }
+        address
+    }};
+}
+
+/// Whether this process's libc is glibc, by two symbols that no other has. To call another's [`register_fork_handlers`] is a bug.
+///
+/// musl loads this object too, and hands no arguments to its constructor.
+pub fn is_glibc() -> bool {
+    weak_symbol!("__register_atfork") != 0 && weak_symbol!("_IO_list_all") != 0
+}
+
 /// Asks libc to call these around every fork.
 pub fn register_fork_handlers(prepare: Handler, parent: Handler, child: Handler) {
-    // SAFETY: handlers are plain functions that live as long as the object, which is never unloaded.
-    let _ = unsafe { __register_atfork(prepare, parent, child, null_mut()) };
+    // pthread_atfork itself is in the part of libc that is linked statically; this is what it calls.
+    type Register = unsafe extern "C" fn(Handler, Handler, Handler, *mut c_void) -> c_int;
+    let address = weak_symbol!("__register_atfork") as *const c_void;
+    // SAFETY: null is None; glibc's function by this name has this type.
+    if let Some(register) = unsafe { core::mem::transmute::<*const c_void, Option<Register>>(address) } {
+        // SAFETY: handlers are plain functions that live as long as the object, which is never unloaded.
+        let _ = unsafe { register(prepare, parent, child, null_mut()) };
+    }
 }
 
 /// The calling thread's errno.
@@ -155,23 +182,6 @@ pub mod real {
     }
 }
 
-/// The address of a symbol that may be in none of the objects; then 0. The loader finds it when it loads this one.
-macro_rules! weak_symbol {
-    ($name:literal) => {{
-        let address: usize;
-        // SAFETY: reads a word of this object's own.
-        unsafe {
-            core::arch::asm!(
-                concat!(".weak ", $name),
-                concat!("mov {}, qword ptr [rip + ", $name, "@GOTPCREL]"),
-                out(reg) address,
-                options(nostack, pure, readonly, preserves_flags),
-            );
-        }
-        address
-    }};
-}
-
 /// Whether the program was built with a sanitizer that knows of all memory: its runtime has such a symbol.
 ///
 /// The one for leaks stops all threads at the end, the pager's too, and then goes through memory. Any other takes most of the address space, and has its books of memory in places of its choice. It may not even be ready yet when this
@@ -207,8 +217,12 @@ pub fn symbol(name: &CStr) -> *mut c_void {
 /// then. So every word is read by the kernel, which says when an address is none. The length is bounded in case the chain is seen torn.
 pub fn touch_streams() {
     const STREAMS_MAX: usize = 65_536;
+    let list = weak_symbol!("_IO_list_all") as *const usize;
+    if list.is_null() {
+        return;
+    }
     // SAFETY: a word of libc's own; what it says is not relied on.
-    let mut stream = unsafe { read_volatile(&raw const _IO_list_all) } as usize;
+    let mut stream = unsafe { read_volatile(list) };
     for _ in 0..STREAMS_MAX {
         let mut words = [[0; size_of::<usize>()]; STREAM_WORDS];
         if stream == 0 || !read_own_memory(stream, words.as_flattened_mut()) {

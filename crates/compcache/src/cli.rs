@@ -483,6 +483,10 @@ pub fn seconds(text: &str) -> anyhow::Result<f64> {
 pub struct UmountArgs {
     /// Where it is mounted
     pub target: PathBuf,
+
+    /// Only if its server was killed; else nothing is done, and that is no failure
+    #[arg(long)]
+    pub dead: bool,
 }
 
 /// Change the limit and the codec of a mount while it is in use

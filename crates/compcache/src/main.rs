@@ -9,6 +9,7 @@ mod control;
 mod disk;
 mod doctor;
 mod end_signals;
+mod file_size;
 mod kernel;
 mod mount;
 mod pages;

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use compcache_fs::{CacheStats, FsError, Mount, MountOptions, PASSED_OPENS, Remembered, is_dead};
+use compcache_fs::{CacheStats, FsError, Mount, MountOptions, PASSED_OPENS, Remembered, has_dead_server, is_dead};
 use compcache_fuse::{table_of_mounts, uppermost};
 use rustix::fs::{XattrFlags, getxattr, getxattr_query, setxattr};
 use rustix::io::Errno;
@@ -27,6 +27,7 @@ use crate::cgroup;
 use crate::cli::{MountArgs, Passthrough, RemountArgs, ShowArgs, UmountArgs};
 use crate::disk::ended;
 use crate::end_signals::EndSignals;
+use crate::file_size;
 use crate::kernel::{self, ram_bytes};
 use crate::run::{STATUS_FAILED, say};
 use crate::size::{Shown, Size};
@@ -73,6 +74,7 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
         false => Passthrough::WriteOnly,
     });
     let mut signals = EndSignals::new()?;
+    file_size::lift_limit()?;
     let options = MountOptions {
         allow_other: args.allow_other,
         codec: args.codec.of_store(),
@@ -106,15 +108,24 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
     // Nobody listens where no service manager is; nothing depends on it.
     let _ = sd_notify::notify(&[NotifyState::Ready]);
     let ends = signals.handle();
+    let watched = at.clone();
     let watcher = thread::Builder::new().name("signals".into()).spawn(move || {
         // Whoever uses it would lose what he has open. Unmounted, it is served on where others have it in a namespace of theirs.
-        while signals.wait_until(|| Ok(at.unmount()?)) {}
+        while signals.wait_until(|| Ok(watched.unmount()?)) {}
     });
     let watcher = watcher.context("cannot start the thread that waits for signals")?;
     let served = mount.wait();
     ends.close();
     drop(watcher.join());
-    served.context("the connection to the kernel failed")
+    served.context("the connection to the kernel failed")?;
+    if at.is_dead() {
+        let place = at.path().display();
+        bail!(
+            "the kernel has aborted the connection (umount -f, or somebody by /sys/fs/fuse/connections): nobody serves {place} any more.\n  \
+             End the mount with `compcache umount {place}` when nobody uses it"
+        );
+    }
+    Ok(())
 }
 
 /// A percentage is of the RAM, or of the memory cgroup's limit if that is lower.
@@ -144,8 +155,10 @@ pub fn remount(args: &RemountArgs) -> ExitCode {
 fn changed(args: &RemountArgs) -> anyhow::Result<()> {
     let set = |name: &str, value: String| {
         let set = match setxattr(&args.target, name, value.as_bytes(), XattrFlags::empty()) {
-            // Where nothing may be written, a setting is read with its new value.
-            Err(Errno::ROFS) => getxattr_query(&args.target, format!("{name}={value}")).map(drop),
+            // Where nothing may be written, or not by who asks, a setting is read with its new value; the server knows whether he may.
+            Err(Errno::ROFS | Errno::ACCESS | Errno::PERM) => {
+                getxattr_query(&args.target, format!("{name}={value}")).map(drop)
+            }
             set => set,
         };
         set.map_err(|error| match error {
@@ -228,26 +241,34 @@ fn refused(target: &Path, error: Errno) -> anyhow::Error {
         error if is_dead(&error.into()) => {
             anyhow!("the server of {place} was killed; end the mount with `compcache umount {place}`")
         }
-        Errno::PERM | Errno::ACCESS => anyhow!("{place} is another user's mount; run this as that user, or as root"),
+        // That is the kernel: it lets nobody else in, not even root.
+        Errno::ACCESS => anyhow!("{place} is another user's mount; run this as that user"),
+        Errno::PERM => anyhow!("{place} is another user's mount; run this as that user, or as root"),
         error => anyhow::Error::new(error).context(format!("the server of {place} refused")),
     }
 }
 
 /// Unmounts.
 pub fn umount(args: &UmountArgs) -> ExitCode {
-    ended(unmounted(&args.target).map(|()| String::new()))
+    ended(unmounted(args).map(|()| String::new()))
 }
 
-fn unmounted(target: &Path) -> anyhow::Result<()> {
-    let target = place(target)?;
+fn unmounted(args: &UmountArgs) -> anyhow::Result<()> {
+    let target = place(&args.target)?;
     let mounts = table_of_mounts().context("cannot read the table of mounts")?;
     match uppermost(&mounts, &target) {
+        Some(mounted) if mounted.kind == KIND.as_bytes() => {
+            if args.dead && !has_dead_server(&target) {
+                return Ok(());
+            }
+            compcache_fs::unmount(&target).map_err(FsError::into)
+        }
+        _ if args.dead => Ok(()),
         None => bail!("nothing is mounted on {}", target.display()),
-        Some(mounted) if mounted.kind != KIND.as_bytes() => {
+        Some(mounted) => {
             let kind = String::from_utf8_lossy(mounted.kind);
             bail!("what is mounted on {} is {kind}, not ours; use umount", target.display())
         }
-        Some(_) => compcache_fs::unmount(&target).map_err(FsError::into),
     }
 }
 

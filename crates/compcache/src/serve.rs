@@ -51,6 +51,7 @@ use crate::cgroup;
 use crate::cli::ServeArgs;
 use crate::control::{Control, default_socket};
 use crate::end_signals::EndSignals;
+use crate::file_size;
 use crate::kernel::{clock_ns, ram_bytes};
 use crate::run::{STATUS_FAILED, say};
 use crate::serve::cold::Cold;
@@ -89,6 +90,7 @@ pub fn serve(args: &ServeArgs, arguments: &[OsString]) -> ExitCode {
 fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
     // First of all: a signal from here on ends us in order.
     let mut signals = EndSignals::new()?;
+    file_size::lift_limit()?;
     // And before there is any other thread.
     let limits = Limits::new(args)?;
     let limit_bytes = limits.bytes;

@@ -1,6 +1,6 @@
 //! Options as in /etc/fstab, and the form in which mount(8) asks for them.
 //!
-//! For a line `/slow/tree /mnt/tree fuse.compcache memory=10%,allow_other 0 0` mount(8) runs `mount.fuse`, of the package fuse3, and that
+//! For a line `/slow/tree /mnt/tree fuse.compcache memory=10%,allow_other 0 0` mount(8) runs `mount.fuse` (of the package fuse3; Fedora: fuse), and that
 //! `compcache /slow/tree /mnt/tree -o rw,memory=10%,allow_other,dev,suid`. It is mounted when this returns, so what serves it goes on
 //! in the background.
 //!
@@ -30,7 +30,6 @@ const IGNORED: &[&str] = &[
     "defaults",
     "dev",
     "diratime",
-    "dirsync",
     "exec",
     "group",
     "noatime",
@@ -47,7 +46,6 @@ const IGNORED: &[&str] = &[
     "nolazytime",
     "rw",
     "suid",
-    "sync",
     "user",
     "users",
     "_netdev",
@@ -144,7 +142,8 @@ mod tests {
         assert_eq!(apply(&mut args).unwrap(), expected);
         assert!(args.exclusive && !args.background);
         assert_eq!((args.codec.to_string(), args.remember), ("zstd:3".into(), Some(1.5)));
-        for wrong in ["memory", "memory=x", "codec=lzo", "remember=-1", "exclusive=1", "nonesuch", "ro=1", "nonesuch=2"]
+        for wrong in
+            ["memory", "memory=x", "codec=lzo", "remember=-1", "exclusive=1", "nonesuch", "ro=1", "sync", "dirsync"]
         {
             let refused = apply(&mut with(wrong)).unwrap_err();
             assert!(format!("{refused:#}").contains(wrong), "{refused:#}");

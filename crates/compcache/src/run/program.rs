@@ -171,8 +171,8 @@ fn check_loader(path: &Path, loader: &Path) -> Result<(), Failure> {
     let (path, shown) = (path.display(), loader.display());
     if loader.file_name().is_some_and(|name| name.as_bytes().starts_with(b"ld-musl")) {
         return Err(Failure::cannot_run(format!(
-            "{path} is built against musl ({shown}); compcache's object is built against glibc and cannot be loaded \
-             there.\n  Use the program's glibc build (Rust: a -gnu target; Alpine: run it in a Debian image)."
+            "{path} is built against musl ({shown}); compcache's object knows glibc alone, and would do \
+             nothing there.\n  Use the program's glibc build (Rust: a -gnu target; Alpine: run it in a Debian image)."
         )));
     }
     if !loader.exists() {

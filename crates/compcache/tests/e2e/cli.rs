@@ -197,6 +197,57 @@ fn a_static_program_is_refused_with_a_remedy() {
     is_refused(&["--ram", "64M", &program.display().to_string()], 126, &["static"]);
 }
 
+/// What our object stands in for is musl's there, and the object itself does nothing.
+#[test]
+fn a_program_of_musl_is_refused_and_what_starts_one_is_not() {
+    if !requires(&[Feature::Program("musl-gcc")]) {
+        return;
+    }
+    let _shared = beside_others();
+    let dir = scratch();
+    let (source, program) = (dir.path().join("m.c"), dir.path().join("musl-program"));
+    let text = r#"
+        #define _GNU_SOURCE
+        #include <fcntl.h>
+        #include <pthread.h>
+        #include <stdio.h>
+        #include <stdlib.h>
+        #include <string.h>
+        #include <sys/mman.h>
+        #include <sys/stat.h>
+        #include <sys/wait.h>
+        #include <unistd.h>
+        static void *thread(void *given) { return given; }
+        int main(void) {
+            char *memory = malloc(1 << 20);
+            memset(memory, 7, 1 << 20);
+            pthread_mutex_t mutex;
+            pthread_t handle;
+            void *result;
+            if (pthread_mutex_init(&mutex, NULL) || pthread_create(&handle, NULL, thread, memory)) return 2;
+            if (pthread_join(handle, &result) || result != memory) return 3;
+            if (mlock(memory, 4096) || munlock(memory, 4096)) return 4;
+            struct stat status;
+            int file = open("/dev/null", O_RDONLY);
+            if (file < 0 || fcntl(file, F_GETFD) < 0 || stat("/dev/null", &status) || !S_ISCHR(status.st_mode)) return 5;
+            if (madvise((void *)((unsigned long)memory & -4096), 4096, MADV_NORMAL)) return 6;
+            int ended;
+            pid_t child = fork();
+            if (child == 0) _exit(9);
+            if (waitpid(child, &ended, 0) != child || WEXITSTATUS(ended) != 9) return 7;
+            puts("all as always");
+            return 0;
+        }"#;
+    fs::write(&source, text).unwrap();
+    let built = Command::new("musl-gcc").arg("-o").arg(&program).arg(&source).output().unwrap();
+    assert!(built.status.success(), "{}", said(&built));
+    let path = program.display().to_string();
+    is_refused(&["--ram", "64M", &path], 126, &["musl", "-gnu"]);
+    let output = run(&["--ram", "64M", "sh", "-c", &format!("{path}; exit $?")]);
+    let text = said(&output);
+    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(0), &b"all as always\n"[..]), "{text}");
+}
+
 /// Builds a program that uses memory with a sanitizer; none where the compiler has not that one.
 fn sanitized(dir: &Path, sanitizer: &str) -> Option<PathBuf> {
     let (source, program) = (dir.join("s.c"), dir.join(sanitizer));

@@ -5,6 +5,7 @@ use std::fs;
 use std::io::{Read, pipe};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -12,6 +13,7 @@ use compcache_testkit::features::mounts;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::getxattr_query;
 use rustix::io::Errno;
+use rustix::mount::UnmountFlags;
 
 use crate::mount_posix::as_user;
 use crate::support::{Mounted, Tree, by_rings, can_mount, compcache, said, scratch};
@@ -116,4 +118,48 @@ fn the_kernel_is_told_the_largest_read_that_there_is_room_for() {
     let target = tree.target();
     let line = mounts.lines().find(|line| line.split(' ').nth(1) == target.to_str()).unwrap();
     assert!(line.split([' ', ',']).any(|option| option == largest), "{line}");
+}
+
+#[test]
+fn an_aborted_connection_is_told_of_and_its_mount_can_be_ended() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&[]);
+    let target = tree.target();
+    fs::write(target.join("file"), "text").unwrap();
+    let open = fs::File::open(target.join("file")).unwrap();
+    let dead = || Command::new(compcache()).args(["umount", "--dead"]).arg(&target).output().unwrap();
+    let output = dead();
+    assert!(output.status.success() && mounts().contains(target.to_str().unwrap()), "{}", said(&output));
+    // Of what is in use the kernel unmounts nothing, but it has ended the connection by then.
+    assert_eq!(rustix::mount::unmount(&target, UnmountFlags::FORCE), Err(Errno::BUSY));
+    let status = tree.child.wait().unwrap();
+    let text = tree.said_at_the_end();
+    assert!(status.code() == Some(125) && text.contains("aborted") && text.contains("umount"), "{status}: {text}");
+    drop(open);
+    for _ in 0..2 {
+        let output = dead();
+        assert!(output.status.success(), "{}", said(&output));
+        assert!(!mounts().contains(target.to_str().unwrap()));
+    }
+}
+
+/// A limit of whoever mounts is not one of those who write there.
+#[test]
+fn a_limit_on_the_size_of_files_ends_no_server() {
+    if !can_mount(&[]) {
+        return;
+    }
+    for (maximum, fails) in [(1 << 20, true), (libc::RLIM_INFINITY, false)] {
+        let tree = Tree::mounted_with_files_of(1 << 20, maximum);
+        // Open for both, it is written by the server.
+        let mut both = fs::OpenOptions::new();
+        let file = both.read(true).write(true).create_new(true).open(tree.target().join("large")).unwrap();
+        let written = file.write_all_at(&[7; 4096], 4 << 20).map_err(|error| error.raw_os_error());
+        assert_eq!(written, if fails { Err(Some(libc::EFBIG)) } else { Ok(()) });
+        drop(file);
+        fs::write(tree.target().join("small"), "text").unwrap();
+        assert_eq!(fs::read_to_string(tree.source().join("small")).unwrap(), "text");
+    }
 }

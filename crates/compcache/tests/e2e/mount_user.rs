@@ -159,6 +159,51 @@ grep -c " $PWD/target " /proc/mounts || true
     assert_eq!(printed, "killed 137\ngone\nkept\n0\n");
 }
 
+/// The first is out of the tree, and ends when its last file is closed; another is mounted there by then.
+#[test]
+fn a_mount_in_the_place_of_one_that_ends_later_stays() {
+    if !can() {
+        return;
+    }
+    let printed = as_nobody(
+        r#"
+./compcache mount --memory 8M source target & first=$!; server=$first
+mounted
+echo text >target/file
+exec 3<target/file
+fusermount3 -u -z target
+./compcache mount --memory 8M source target 3<&- & server=$!
+mounted
+exec 3<&-
+wait $first; echo "ended $?"
+grep -c " $PWD/target " /proc/mounts
+./compcache umount target
+wait $server; echo "ended $?"
+"#,
+    );
+    assert_eq!(printed, "ended 0\n1\nended 0\n");
+}
+
+#[test]
+fn who_may_not_write_to_his_source_may_change_his_mount() {
+    if !can() {
+        return;
+    }
+    let printed = as_nobody(
+        r#"
+chmod 555 source
+./compcache mount --memory 8M source target & server=$!
+mounted
+./compcache remount --memory 4M target
+./compcache show --json target/ | grep -o '"memlimit": [0-9]*'
+chmod 755 source
+./compcache umount target
+wait $server; echo "ended $?"
+"#,
+    );
+    assert_eq!(printed, "\"memlimit\": 4194304\nended 0\n");
+}
+
 #[test]
 fn what_a_user_may_not_is_refused_with_the_reason() {
     if !can() {

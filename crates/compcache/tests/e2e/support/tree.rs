@@ -66,9 +66,18 @@ impl Tree {
 
     /// One whose server may have so many files open.
     pub fn mounted_with_descriptors(descriptors: u64, arguments: &[&str]) -> Tree {
-        let limit = libc::rlimit { rlim_cur: descriptors, rlim_max: descriptors };
+        Tree::mounted_limited(libc::RLIMIT_NOFILE, descriptors, descriptors, arguments)
+    }
+
+    /// One whose server may make files so large, and that large if it asks for it.
+    pub fn mounted_with_files_of(bytes: u64, bytes_max: u64) -> Tree {
+        Tree::mounted_limited(libc::RLIMIT_FSIZE, bytes, bytes_max, &[])
+    }
+
+    fn mounted_limited(resource: libc::__rlimit_resource_t, current: u64, maximum: u64, arguments: &[&str]) -> Tree {
+        let limit = libc::rlimit { rlim_cur: current, rlim_max: maximum };
         // SAFETY: it reads a structure that lives as long as the closure.
-        let set = move || match unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) } {
+        let set = move || match unsafe { libc::setrlimit(resource, &limit) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         };
