@@ -17,10 +17,11 @@
 //! than what is out.) Where pages compress to half or worse no such limit exists; the side gets half of the cap. Ours is told the cap, and keeps to it as well as it can.
 //!
 //! What a side took is measured in the same way on all: resident anonymous memory, the largest resident shared memory of a process, and
-//! what the kernel holds compressed, at the worst moment. It stands beside each ratio, in times of the cap; from [`SAME_MEMORY`] on
+//! what holds compressed pages, at the worst moment that was seen; of ours what it says itself, if that is more. It stands beside each ratio, in times of the cap; from [`SAME_MEMORY`] on
 //! the table marks it (`!`): a side with more memory than others is compared with them in its favour. The control groups of the kernel's sides pay for the kernel's own memory
 //! and for the page cache, too, which this does not count: to their disfavour. All files are read before, by the run without a cap, so that most of them are
-//! charged elsewhere.
+//! charged elsewhere. What each group was charged at most, all of that included, and what was held beside it, stands apart (`group x cap`): ours runs in a group
+//! without a limit, in which nothing is given back.
 //!
 //! Every output is compared, byte for byte, with that of the run without a cap.
 
@@ -35,7 +36,6 @@ use crate::baseline::{SwapPath, cgroup};
 use crate::compare::{Answers, Comparison};
 use crate::programs::Program;
 use crate::programs::inputs::{self, Much};
-use crate::record::Record;
 use crate::run::{Job, Peak};
 use crate::scan::{parse_sides, print_targets};
 use crate::side::{Bench, Side, SideRun};
@@ -93,8 +93,14 @@ impl Seen {
 
     /// What the side at `nth` took at the worst moment, in times of the cap.
     fn total_to_cap(&self, nth: usize) -> Option<f64> {
-        let total = self.answers.spread(nth, |run| Some(run.outcome.peak.total_bytes as f64))?;
+        let total = self.answers.spread(nth, |run| Some(run.total_bytes() as f64))?;
         Some(total.median / self.cap_bytes as f64)
+    }
+
+    /// What its control group was charged at most, and what was held beside it, in times of the cap.
+    fn group_to_cap(&self, nth: usize) -> Option<f64> {
+        let group = self.answers.spread(nth, SideRun::group_bytes)?;
+        Some(group.median / self.cap_bytes as f64)
     }
 }
 
@@ -109,7 +115,7 @@ fn marked(to_cap: f64) -> String {
 /// A run of ours failed or its output was different; no program is installed.
 pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
     let settings = json!({"quick": quick, "part": options.part, "rounds": rounds, "full": options.full});
-    let mut comparison = Comparison::new(bench, Record::new("apps", settings), rounds);
+    let mut comparison = Comparison::new(bench, bench.record("apps", settings), rounds);
     let sides = match options.sides.is_empty() {
         true => Side::list(if quick { &SIDES[..QUICK_SIDES] } else { &SIDES }),
         false => parse_sides(&options.sides)?,
@@ -190,7 +196,7 @@ fn limit(bench: &Bench, side: &Side, need_bytes: u64, cap_bytes: u64, job: &Job)
 fn holds_beside(side: &Side, unified: bool) -> bool {
     match side {
         Side::Kernel(SwapPath::Zram(_)) => true,
-        Side::Kernel(SwapPath::Zswap(..)) => !unified,
+        Side::Kernel(SwapPath::Zswap(..)) => !side.pays_for_its_pool(unified),
         _ => false,
     }
 }
@@ -265,6 +271,7 @@ fn print(seen: &Seen) -> Value {
         "held MiB",
         "total MiB",
         "x cap",
+        "group x cap",
         "written MiB",
     ];
     let mut table = Table::new(&headings);
@@ -277,8 +284,8 @@ fn print(seen: &Seen) -> Value {
         let of_zram = matches!(side, Side::Kernel(SwapPath::Zram(_)));
         let fast = times_faster(answers, nth, "disk").filter(|_| !is_on_slow_disk(side));
         let slow = times_faster(answers, nth, "disk-2009").filter(|_| is_on_slow_disk(side) || of_zram);
-        let total = bytes(|run| Some(run.outcome.peak.total_bytes));
-        let to_cap = seen.total_to_cap(nth);
+        let total = bytes(|run| Some(run.total_bytes()));
+        let (to_cap, group_to_cap) = (seen.total_to_cap(nth), seen.group_to_cap(nth));
         table.line([
             side.to_string(),
             cell(answers.spread(nth, wall_s)),
@@ -290,10 +297,12 @@ fn print(seen: &Seen) -> Value {
             cell(bytes(|run| Some(run.held_bytes())).map(mib)),
             cell(total.map(mib)),
             cell(to_cap.map(marked)),
+            cell(group_to_cap.map(|to_cap| format!("{to_cap:.2}"))),
             cell(bytes(spilled_bytes).map(mib)),
         ]);
         lines.push(json!({
             "side": side.to_string(), "wall_s": answers.spread(nth, wall_s), "x_disk": fast, "x_disk_2009": slow, "total_to_cap": to_cap,
+            "group_to_cap": group_to_cap,
         }));
     }
     let number = |value: Option<f64>| cell(value.map(|value| format!("{value:.2}")));

@@ -14,6 +14,9 @@
 //! A run enters a control group that limits its memory; the swap is the machine's, at priority 100, so no other swap of
 //! that priority may be active. What is set up is noted in the [`Session`] first and undone when the [`Baseline`] is
 //! dropped. Beside ours, the [`Baseline`] of a run without limit is a control group that only counts.
+//!
+//! What swaps, spills or leaves for a disk has the same file, one for the whole session, all of whose blocks have been written: to write one for the first time takes
+//! longer. A throttle that did not hold is an error of the run ([`Baseline::check_throttle`]).
 
 pub mod cgroup;
 pub mod loop_device;
@@ -23,6 +26,7 @@ pub mod zswap;
 
 use std::fmt;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -32,14 +36,15 @@ use serde_json::{Value, json};
 
 use crate::device::{Device, Kind, Over, Server, mount};
 use crate::ours;
-use crate::session::{Session, Undo};
+use crate::scratch::write_all_blocks;
+use crate::session::Session;
 use cgroup::Cgroup;
-use loop_device::Throttle;
+use loop_device::{Throttle, Traffic};
 
 /// Larger than any scenario needs, so that swap space never runs out.
 const SWAP_BYTES: u64 = 4 << 30;
-/// The same for spill files; mkfs takes longer for more.
-const SPILL_BYTES: u64 = 2 << 30;
+/// The same for the file on the disk, which is written from end to end once.
+const DISK_BYTES: u64 = 2 << 30;
 /// Of the memory of a run whose swap has a backing, one over this is the disk's.
 const POOL_PART: u64 = 4;
 
@@ -135,12 +140,21 @@ pub struct Held {
     pub original_bytes: u64,
     /// What they became, payload alone.
     pub compressed_bytes: u64,
-    /// The memory that they really take (zram `mem_used_total`, zswap's pool; 0 on a disk).
+    /// The memory that they really take (`mem_used_total` of zram and of a disk of ours, zswap's pool; 0 on a disk).
     pub memory_bytes: u64,
+    /// What the server of a disk of ours takes besides: its program's memory, its threads' buffers.
+    pub server_bytes: u64,
     /// Pages that repeat one word (zram).
     pub same_pages: u64,
     /// Pages that could not be compressed (zram).
     pub huge_pages: u64,
+}
+
+impl Held {
+    /// All memory that it takes.
+    pub fn all_bytes(&self) -> u64 {
+        self.memory_bytes + self.server_bytes
+    }
 }
 
 /// A path that is set up; undone when it is dropped.
@@ -149,6 +163,8 @@ pub struct Baseline<'s> {
     mark: usize,
     cgroup: Option<Cgroup>,
     store: Store<'s>,
+    /// What was slowed down, and by how much.
+    slow: Option<(PathBuf, Throttle)>,
 }
 
 enum Store<'s> {
@@ -172,7 +188,10 @@ impl<'s> Baseline<'s> {
         throttle: Throttle,
         compcache: &Path,
     ) -> Result<Baseline<'s>> {
-        let mut made = Baseline { session, mark: session.mark(), cgroup: None, store: Store::Nothing };
+        let mut made = Baseline::nothing(session);
+        if !matches!(path, SwapPath::Zswap(..)) {
+            zswap::disable(session)?;
+        }
         let pool_bytes = if matches!(path, SwapPath::Backed(..)) { limit_bytes / POOL_PART } else { 0 };
         made.cgroup = Some(Cgroup::make(session, Some(limit_bytes - pool_bytes))?);
         if *path != SwapPath::None {
@@ -190,8 +209,8 @@ impl<'s> Baseline<'s> {
                     *speed == Speed::Full || !unified,
                     "a server's disk cannot be slowed down here (blkio, control groups of version 1)"
                 );
-                let device = made.attach_file("backing", SWAP_BYTES)?;
-                loop_device::throttle(session, &device, throttle.or(speed.throttle()), made.cgroup.as_ref())?;
+                let device = made.attach_disk()?;
+                made.slow_down(&device, throttle.or(speed.throttle()))?;
                 let backing = json!({"path": device, "overwrite": true});
                 // Not for swap, which would refuse a loop device for want of a promise that the whole machine needs: here a group alone is short of memory.
                 let wanted = json!({"do": "create_on", "limit_bytes": pool_bytes, "backing": backing});
@@ -208,8 +227,13 @@ impl<'s> Baseline<'s> {
 
     /// A control group without limit, to count a run that limits itself; nothing at all where there are none.
     pub fn counting(session: &'s Session) -> Baseline<'s> {
-        let mark = session.mark();
-        Baseline { session, mark, cgroup: Cgroup::make(session, None).ok(), store: Store::Nothing }
+        let mut made = Baseline::nothing(session);
+        made.cgroup = Cgroup::make(session, None).ok();
+        made
+    }
+
+    fn nothing(session: &'s Session) -> Baseline<'s> {
+        Baseline { session, mark: session.mark(), cgroup: None, store: Store::Nothing, slow: None }
     }
 
     /// As [`Baseline::counting`], and a file system on a disk such as [`SwapPath::Disk`] swaps to, for what a run of ours spills. Returns
@@ -218,13 +242,13 @@ impl<'s> Baseline<'s> {
     /// # Errors
     /// There is no control group, no loop device, or no mkfs.ext4.
     pub fn spilling(session: &'s Session, speed: Speed) -> Result<(Baseline<'s>, PathBuf)> {
-        let mut made = Baseline { session, mark: session.mark(), cgroup: None, store: Store::Nothing };
+        let mut made = Baseline::nothing(session);
         made.cgroup = Some(Cgroup::make(session, None)?);
-        let device = made.attach_file("spill", SPILL_BYTES)?;
-        mount::make_ext4(&device)?;
+        let device = made.attach_disk()?;
+        mount::make_ext4_on_disk(&device)?;
         let point = session.directory().join("spill.ext4");
         mount::on(session, &device, &point, "ext4", "")?;
-        loop_device::throttle(session, &device, speed.throttle(), made.cgroup.as_ref())?;
+        made.slow_down(&device, speed.throttle())?;
         Ok((made, point))
     }
 
@@ -242,6 +266,32 @@ impl<'s> Baseline<'s> {
             Store::Disk(device) => Held { original_bytes: swap::used_bytes(device), ..Held::default() },
             Store::Ours(device) => device.held(),
         }
+    }
+
+    /// Whether what the path holds is memory that its control group does not pay for.
+    pub fn holds_beside(&self) -> bool {
+        match &self.store {
+            Store::Nothing | Store::Disk(_) => false,
+            Store::Zram(_) | Store::Ours(_) => true,
+            Store::Zswap(_) => !cgroup::is_unified(),
+        }
+    }
+
+    /// What went so far to the disk that was slowed down; nothing where none was.
+    ///
+    /// # Errors
+    /// The kernel does not say.
+    pub fn slow_traffic(&self) -> Result<Traffic> {
+        self.slow.as_ref().map_or(Ok(Traffic::default()), |(device, _)| Traffic::of(device))
+    }
+
+    /// Fails if more went to that disk in `seconds`, since it was `before`, than it should let through.
+    ///
+    /// # Errors
+    /// It did.
+    pub fn check_throttle(&self, before: Traffic, seconds: f64) -> Result<()> {
+        let Some((device, limit)) = &self.slow else { return Ok(()) };
+        limit.check(Traffic::of(device)?.since(before), seconds)
     }
 
     /// The device that is swapped to, if it is one.
@@ -262,11 +312,17 @@ impl<'s> Baseline<'s> {
         }
     }
 
-    fn set_up_disk(&self, throttle: Throttle) -> Result<PathBuf> {
-        let device = self.attach_file("swap", SWAP_BYTES)?;
-        loop_device::throttle(self.session, &device, throttle, self.cgroup.as_ref())?;
-        swap::on(self.session, &device, SWAP_BYTES)?;
+    fn set_up_disk(&mut self, throttle: Throttle) -> Result<PathBuf> {
+        let device = self.attach_disk()?;
+        self.slow_down(&device, throttle)?;
+        swap::on(self.session, &device, DISK_BYTES)?;
         Ok(device)
+    }
+
+    fn slow_down(&mut self, device: &Path, throttle: Throttle) -> Result<()> {
+        loop_device::throttle(self.session, device, throttle, self.cgroup.as_ref())?;
+        self.slow = Some((device.to_owned(), throttle));
+        Ok(())
     }
 
     fn set_up_ours(&self, codec: &str, over: Over, compcache: &Path, wanted: &Value) -> Result<Store<'s>> {
@@ -276,10 +332,13 @@ impl<'s> Baseline<'s> {
         Ok(Store::Ours(Box::new(device)))
     }
 
-    fn attach_file(&self, name: &str, bytes: u64) -> Result<PathBuf> {
-        let file = self.session.directory().join(name);
-        self.session.note(Undo::File(file.clone()))?;
-        loop_device::make_file(&file, bytes)?;
+    /// The session's file as a device. Whoever gave blocks of it back (a backing does) has them written again.
+    fn attach_disk(&self) -> Result<PathBuf> {
+        let file = self.session.directory().join("disk");
+        if !fs::metadata(&file).is_ok_and(|found| found.blocks() * 512 >= DISK_BYTES) {
+            loop_device::make_file(&file, DISK_BYTES)?;
+            write_all_blocks(&file, DISK_BYTES)?;
+        }
         loop_device::attach(self.session, &file)
     }
 }

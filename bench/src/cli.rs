@@ -20,6 +20,9 @@ use crate::{
     store, swap_latency, sweep, tiers, writeback,
 };
 
+/// As many as a set of them has room for, as sched_setaffinity(2) takes it.
+const CPU_SET_CPUS: u64 = libc::CPU_SETSIZE as u64;
+
 /// Compares compcache with the kernel's own compressed memory, side by side in one run.
 #[derive(Parser)]
 #[command(version)]
@@ -112,7 +115,7 @@ struct BaselineOptions {
     #[arg(long, value_parser = bytes, default_value = "0")]
     bps: u64,
     /// Let it use one CPU only, the one of this number.
-    #[arg(long)]
+    #[arg(long, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(..CPU_SET_CPUS))]
     pin: Option<usize>,
     /// Write what it took into this file as well.
     #[arg(long, value_name = "FILE")]
@@ -187,7 +190,7 @@ fn baseline(options: &BaselineOptions, compcache: &Path) -> Result<u8> {
         options.swap,
         mib(held.original_bytes),
         mib(held.compressed_bytes),
-        mib(held.memory_bytes),
+        mib(held.all_bytes()),
         held.same_pages,
         mib(peak.total_bytes),
     );
@@ -250,6 +253,19 @@ mod tests {
         assert_eq!(bytes("3k"), Ok(3072));
         assert_eq!(bytes("17"), Ok(17));
         assert!(bytes("many").is_err() && bytes("M").is_err());
+    }
+
+    #[test]
+    fn numbers_that_cannot_be_worked_with_are_refused() {
+        for (command, good, bad) in [
+            ("programs --part", "1", "0"),
+            ("apps --part", "2", "0"),
+            ("dd --blocks", "64,4096", "64,0"),
+            ("baseline --ram 64M --pin", "1023 -- true", "1024 -- true"),
+        ] {
+            let parses = |rest: &str| parses(format!("compcache-bench {command} {rest}").split(' '));
+            assert!(parses(good) && !parses(bad), "{command}");
+        }
     }
 
     #[test]

@@ -13,7 +13,11 @@
 //!
 //! A file of up to 17 records has no stride: its records come in order (IOzone reads the first again and again).
 //!
-//! A tenth is not IOzone's: the skewed read reads as many records as there are, nine of ten of them out of one tenth of the records.
+//! Two more are not IOzone's. Both read as many records as there are, each drawn without regard to those before: the uniform read out of all of them,
+//! the skewed read nine of ten out of one tenth of the records.
+//!
+//! What is random is so by the number of the pass, so that it is the same on every side and another each time: reading one sequence twice says nothing
+//! of random reads (a shuffled order that comes again is a cycle, and of draws that come again all is known).
 //!
 //! # Source
 //! The test definitions of "IOzone Filesystem Benchmark" (iozone.org), and what IOzone 3 does where they leave it open.
@@ -40,6 +44,7 @@ pub enum Column {
     BackwardRead,
     RecordRewrite,
     StrideRead,
+    UniformRead,
     SkewedRead,
 }
 
@@ -69,6 +74,7 @@ impl Column {
             Column::BackwardRead => "backward read",
             Column::RecordRewrite => "record rewrite",
             Column::StrideRead => "stride read",
+            Column::UniformRead => "uniform read",
             Column::SkewedRead => "skewed read",
         }
     }
@@ -78,8 +84,10 @@ impl Column {
         matches!(self, Column::Write | Column::Rewrite | Column::RandomWrite | Column::RecordRewrite)
     }
 
-    /// The records in the order in which they are used; as many as there are.
-    pub fn order(self, records: u32) -> Vec<u32> {
+    /// The records in the order in which they are used; as many as there are. What is random is another for each `pass`.
+    pub fn order(self, records: u32, pass: u64) -> Vec<u32> {
+        // Another for reads than for writes.
+        let mut rng = fastrand::Rng::with_seed(pass << 8 | self as u64);
         match self {
             Column::Write | Column::Rewrite | Column::Read | Column::Reread => (0..records).collect(),
             Column::BackwardRead => (0..records).rev().collect(),
@@ -89,12 +97,11 @@ impl Column {
             }
             Column::RandomRead | Column::RandomWrite => {
                 let mut all: Vec<u32> = (0..records).collect();
-                // The same in every run and on every side; another for reads than for writes.
-                fastrand::Rng::with_seed(self as u64).shuffle(&mut all);
+                rng.shuffle(&mut all);
                 all
             }
+            Column::UniformRead => (0..records).map(|_| rng.u32(0..records)).collect(),
             Column::SkewedRead => {
-                let mut rng = fastrand::Rng::with_seed(self as u64);
                 // One record of each ten, so that those that are read often lie all over the file.
                 let often = |rng: &mut fastrand::Rng| rng.u32(0..records.div_ceil(10)) * 10;
                 (0..records).map(|_| if rng.u32(0..10) > 0 { often(&mut rng) } else { rng.u32(0..records) }).collect()
@@ -113,7 +120,7 @@ impl FromStr for Column {
     type Err = String;
 
     fn from_str(word: &str) -> Result<Column, String> {
-        let known = || Column::ALL.into_iter().chain([Column::SkewedRead]);
+        let known = || Column::ALL.into_iter().chain([Column::UniformRead, Column::SkewedRead]);
         let found = known().find(|column| column.word().replace(' ', "-") == word.replace(' ', "-"));
         found.ok_or_else(|| {
             let all: Vec<String> = known().map(|column| column.word().replace(' ', "-")).collect();
@@ -165,7 +172,7 @@ mod tests {
     fn every_column_but_the_record_rewrite_uses_each_record_once() {
         for column in Column::ALL {
             for records in [1, 2, 16, 17, 18, 34, 100, 4096] {
-                let order = column.order(records);
+                let order = column.order(records, 0);
                 assert_eq!(order.len(), records as usize, "{column}");
                 let once = is_permutation(&order);
                 assert_eq!(once, column != Column::RecordRewrite || records == 1, "{column} of {records}");
@@ -175,19 +182,25 @@ mod tests {
 
     #[test]
     fn the_order_is_what_the_name_says() {
-        assert_eq!(Column::Read.order(4), [0, 1, 2, 3]);
-        assert_eq!(Column::BackwardRead.order(4), [3, 2, 1, 0]);
-        assert_eq!(Column::RecordRewrite.order(4), [0, 0, 0, 0]);
-        let stride = Column::StrideRead.order(40);
+        assert_eq!(Column::Read.order(4, 0), [0, 1, 2, 3]);
+        assert_eq!(Column::BackwardRead.order(4, 0), [3, 2, 1, 0]);
+        assert_eq!(Column::RecordRewrite.order(4, 0), [0, 0, 0, 0]);
+        let stride = Column::StrideRead.order(40, 0);
         assert_eq!(stride[..8], [0, 17, 34, 1, 18, 35, 2, 19]);
-        assert_eq!(Column::StrideRead.order(17), Column::Read.order(17), "no stride");
+        assert_eq!(Column::StrideRead.order(17, 0), Column::Read.order(17, 0), "no stride");
     }
 
     #[test]
-    fn random_is_neither_in_order_nor_another_each_time() {
-        let [read, write] = [Column::RandomRead, Column::RandomWrite].map(|column| column.order(4096));
-        assert_eq!(read, Column::RandomRead.order(4096));
+    fn random_is_neither_in_order_nor_the_same_in_another_pass() {
+        let [read, write] = [Column::RandomRead, Column::RandomWrite].map(|column| column.order(4096, 0));
         assert_ne!(read, write);
+        for column in [Column::RandomRead, Column::RandomWrite, Column::UniformRead, Column::SkewedRead] {
+            let [first, again, second] = [0, 0, 1].map(|pass| column.order(4096, pass));
+            assert_eq!(first, again, "{column}: every side is asked the same");
+            let same = first.iter().zip(&second).filter(|(first, second)| first == second).count();
+            // Of two skewed draws one in 500 or so is expected to be the same.
+            assert!(same < 40, "{column}: {same} of 4096 records come at the same place again");
+        }
         let neighbours = read.windows(2).filter(|pair| pair[0].abs_diff(pair[1]) <= STRIDE).count();
         // Of a real shuffle 4096 x 34 / 4096 = 34 are expected.
         assert!(neighbours < 80, "{neighbours} of 4095 are close to the one before");
@@ -196,18 +209,28 @@ mod tests {
     #[test]
     fn a_skewed_read_reads_nine_of_ten_records_out_of_a_tenth_of_them() {
         for records in [1, 9, 10, 4096] {
-            let order = Column::SkewedRead.order(records);
+            let order = Column::SkewedRead.order(records, 0);
             assert_eq!(order.len(), records as usize);
             assert!(order.iter().all(|record| *record < records), "{records}");
         }
-        let often = Column::SkewedRead.order(4096).iter().filter(|record| *record % 10 == 0).count();
+        let often = Column::SkewedRead.order(4096, 0).iter().filter(|record| *record % 10 == 0).count();
         // 91 of a hundred are expected.
         assert!((3600..3850).contains(&often), "{often} of 4096");
     }
 
     #[test]
+    fn a_uniform_read_draws_each_record_without_regard_to_those_before() {
+        let mut order = Column::UniformRead.order(4096, 0);
+        assert_eq!(order.len(), 4096);
+        order.sort_unstable();
+        order.dedup();
+        // Of so many draws out of so many, 1 - 1/e of the records are expected.
+        assert!((2500..2680).contains(&order.len()), "{} of 4096", order.len());
+    }
+
+    #[test]
     fn names_are_read_as_they_are_written() {
-        for column in Column::ALL.into_iter().chain([Column::SkewedRead]) {
+        for column in Column::ALL.into_iter().chain([Column::UniformRead, Column::SkewedRead]) {
             assert_eq!(column.word().parse(), Ok(column));
             assert_eq!(column.word().replace(' ', "-").parse(), Ok(column));
         }

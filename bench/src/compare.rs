@@ -11,6 +11,7 @@ use std::path::Path;
 use anyhow::{Error, Result, bail};
 use serde_json::{Value, json};
 
+use crate::baseline::cgroup;
 use crate::ours;
 use crate::record::Record;
 use crate::run::{Job, Outcome};
@@ -54,9 +55,18 @@ impl<'b> Comparison<'b> {
         Comparison { bench, record, rounds, failures: 0 }
     }
 
-    /// Runs `job` on every side in every round. `question` says in the record what was asked.
+    /// Runs `job` on every side in every round, under the same cap. `question` says in the record what was asked. Left out are sides whose pool is charged to
+    /// their group: they would have that much less memory.
     pub fn ask(&mut self, question: &Value, sides: &[Side], cap_bytes: u64, job: &Job) -> Answers {
-        self.ask_with(question, sides, |_| cap_bytes, job)
+        let unified = cgroup::is_unified();
+        let (left_out, sides): (Vec<_>, Vec<_>) =
+            sides.iter().cloned().partition(|side| side.pays_for_its_pool(unified));
+        for side in left_out {
+            println!(
+                "  {side}: left out: control groups of version 2 charge its pool to the program, which would have less memory than others"
+            );
+        }
+        self.ask_with(question, &sides, |_| cap_bytes, job)
     }
 
     /// As [`Comparison::ask`], each side under a cap of its own.
@@ -219,19 +229,7 @@ mod tests {
     use super::*;
 
     fn outcome(exit: i32, kills: u64, stderr: &str) -> Outcome {
-        Outcome {
-            wall_s: 1.0,
-            user_s: 0.0,
-            sys_s: 0.0,
-            machine_cpu_s: 0.0,
-            peak: Peak::default(),
-            exit,
-            out_of_patience: false,
-            kills,
-            same_output: None,
-            stdout: Vec::new(),
-            stderr: stderr.to_owned(),
-        }
+        Outcome::of_test(Peak::default(), exit, kills, stderr)
     }
 
     #[test]

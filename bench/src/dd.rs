@@ -40,7 +40,7 @@ pub struct Options {
     #[arg(long, value_delimiter = ',', default_value = "read,write")]
     what: Vec<String>,
     /// Bytes in a block [default: the fifteen of document 004; four with --quick].
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..))]
     blocks: Vec<u64>,
     /// MiB in the file [default: 256; 16 with --quick].
     #[arg(long)]
@@ -128,7 +128,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
         (true, false) => DOCUMENT_004.iter().map(|(bytes, _)| *bytes).collect(),
     };
     let settings = json!({"rounds": rounds, "file_bytes": size.file_bytes, "blocks_max": size.blocks_max});
-    let mut record_kept = Record::new("dd", settings);
+    let mut record_kept = bench.record("dd", settings);
     let content = Content::write(&bench.session().directory().join("content"), size.file_bytes, &mut record_kept)?;
     println!(
         "\ndd through ext4, {} MiB of {} ({:.1} % same-filled), {rounds} rounds",
@@ -150,7 +150,9 @@ struct Asked<'a> {
 
 fn measure(bench: &Bench, options: &Options, asked: &Asked<'_>, rounds: usize, kept: &mut Record) -> Result<()> {
     let Asked { content, size, blocks } = *asked;
-    let devices = Devices::set_up(bench.session(), &kinds(&options.sides)?, 4 * size.file_bytes, bench.compcache())?;
+    let kinds = kinds(&options.sides)?;
+    kept.binaries_of(&kinds);
+    let devices = Devices::set_up(bench.session(), &kinds, 4 * size.file_bytes, bench.compcache())?;
     let mut mounted = Vec::new();
     for nth in 0..devices.kinds().len() {
         mounted.push(prepare(devices.at(nth), content)?);

@@ -30,7 +30,7 @@ use crate::table::{Table, cell};
 #[derive(Args, Clone, Debug)]
 pub struct Options {
     /// ram, zram:CODEC, nbdkit:CODEC, ours, ours:CODEC, ours:CODEC@BINARY.
-    #[arg(long, value_delimiter = ',', default_value = "zram:lz4,nbdkit:zstd,ours")]
+    #[arg(long, value_delimiter = ',', default_value = "zram:lz4,nbdkit:zstd,ours,ours:zstd")]
     sides: Vec<String>,
 }
 
@@ -74,7 +74,7 @@ struct Answer {
 /// fio is missing or failed.
 pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
     let (bytes, seconds) = if quick { (16 << 20, 0.3) } else { (256 << 20, 1.0) };
-    let mut kept = Record::new("disk", json!({"rounds": rounds, "bytes": bytes, "seconds": seconds}));
+    let mut kept = bench.record("disk", json!({"rounds": rounds, "bytes": bytes, "seconds": seconds}));
     let directory = bench.session().directory();
     let content = Content::write(&directory.join("content"), bytes, &mut kept)?;
     let page = directory.join("page");
@@ -101,7 +101,9 @@ struct Asked<'a> {
 
 fn measure(bench: &Bench, options: &Options, asked: &Asked<'_>, rounds: usize, kept: &mut Record) -> Result<()> {
     let Asked { content, page, seconds, ref questions } = *asked;
-    let devices = Devices::set_up(bench.session(), &kinds(&options.sides)?, content.bytes, bench.compcache())?;
+    let kinds = kinds(&options.sides)?;
+    kept.binaries_of(&kinds);
+    let devices = Devices::set_up(bench.session(), &kinds, content.bytes, bench.compcache())?;
     let mut answers = vec![vec![Vec::new(); devices.kinds().len()]; questions.len()];
     for round in 0..rounds {
         for nth in devices.order(round) {

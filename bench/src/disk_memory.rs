@@ -16,7 +16,6 @@ use serde_json::json;
 use crate::baseline::Held;
 use crate::device::{Device, Kind, kinds};
 use crate::ours;
-use crate::record::Record;
 use crate::scan::print_targets;
 use crate::side::Bench;
 use crate::stat::{Spread, Target};
@@ -46,9 +45,10 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     let tree = options.tree.clone().map_or_else(registry, Ok)?;
     let files = files(&tree, bytes_max)?;
     let bytes: u64 = files.iter().map(|(_, bytes)| bytes).sum();
-    let mut kept = Record::new("disk-memory", json!({"files": files.len(), "bytes": bytes, "rounds": rounds}));
+    let mut kept = bench.record("disk-memory", json!({"files": files.len(), "bytes": bytes, "rounds": rounds}));
     println!("\nan ext4 with {} files of {} MiB, {rounds} rounds", files.len(), mib(bytes));
     let kinds = kinds(&options.sides)?;
+    kept.binaries_of(&kinds);
     let mut held: Vec<Vec<Held>> = vec![Vec::new(); kinds.len()];
     let mut failures = 0;
     for round in 0..rounds {

@@ -29,6 +29,7 @@ use compcache_testkit::vm::{Kernel, Vm};
 use serde_json::{Value, json};
 
 use crate::record::Record;
+use crate::session::Undo;
 use crate::side::Bench;
 
 /// What `emulated` can be asked on the command line.
@@ -108,7 +109,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     };
     let settings =
         json!({"rounds": rounds, "memory_mib": MEMORY_MIB, "content_pages_of_each_kind": content_pages(quick)});
-    let mut kept = Record::new("emulated", settings);
+    let mut kept = bench.record("emulated", settings);
     let measured = measure(bench, options, &kernel, (quick, rounds), &mut kept);
     kept.finish(measured, record)
 }
@@ -188,6 +189,11 @@ fn script(scenarios: &[&Scenario], quick: bool, rounds: usize) -> String {
 /// A machine with this program, those it runs, and content.
 fn machine(kernel: &Kernel, bench: &Bench, processors: u32, content_pages: usize) -> Result<Vm> {
     let mut vm = Vm::new(kernel)?;
+    // What the session leaves is found there: its files, and the emulator by its command line.
+    let directory = bench.session().directory().join("machine");
+    bench.session().note(Undo::Processes(directory.clone()))?;
+    fs::create_dir_all(&directory)?;
+    vm.directory(&directory);
     vm.size(processors, MEMORY_MIB);
     vm.module("brd", &format!("rd_nr=1 rd_size={BRD_KIB}"))?;
     vm.module("zram", "num_devices=0")?;

@@ -64,7 +64,7 @@ const MEMORY: Memory = Memory { all_bytes: 1 << 30, pool_bytes: 256 << 20 };
 pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
     let files = options.files.unwrap_or(if quick { 300 } else { 9000 });
     let mut kept =
-        Record::new("files", json!({"files": files, "rounds": rounds, "sides": place::words(&options.sides)}));
+        bench.record("files", json!({"files": files, "rounds": rounds, "sides": place::words(&options.sides)}));
     let (archive, bytes) = make_archive(bench.session().directory(), files, &mut kept)?;
     println!("\n{files} files of {} KiB, {rounds} rounds", bytes >> 10);
     let measured = measure(bench, options, (&archive, bytes), rounds, &mut kept);

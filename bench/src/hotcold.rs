@@ -11,7 +11,6 @@ use serde_json::json;
 
 use crate::compare::Comparison;
 use crate::laps;
-use crate::record::Record;
 use crate::scan::{content_argument, note_content, parse_sides, print_targets, worker};
 use crate::side::{Bench, Side};
 use crate::stat::Target;
@@ -35,7 +34,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     let (megabytes, cap_mb) = if quick { (48, 16) } else { (256, 64) };
     let accesses = megabytes * 256 * if quick { 2 } else { 8 };
     let settings = json!({"megabytes": megabytes, "cap_mb": cap_mb, "accesses": accesses, "rounds": rounds});
-    let mut comparison = Comparison::new(bench, Record::new("hotcold", settings), rounds);
+    let mut comparison = Comparison::new(bench, bench.record("hotcold", settings), rounds);
     let sides = match options.sides.is_empty() {
         true => Side::list(&["ours", "zram:lz4", "zram:lzo-rle", "zswap:lzo", "disk", "uncapped"]),
         false => parse_sides(&options.sides)?,

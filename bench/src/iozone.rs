@@ -191,7 +191,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: Option<usize>,
         "file_bytes": plan.file_bytes, "content": format!("{:?}", plan.holds), "iops": iops, "bytes_per_s": bytes_per_s,
         "sides": place::words(&plan.keepers),
     });
-    let mut kept = Record::new("iozone", settings);
+    let mut kept = bench.record("iozone", settings);
     let image = Image::make(plan.holds, plan.file_bytes, &mut kept)?;
     println!(
         "\nthe columns of IOzone: {} MiB of memory ({} MiB of it for the pool), a file of {} MiB of {} ({:.1} % \

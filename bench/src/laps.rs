@@ -2,7 +2,8 @@
 //!
 //! The first lap differs from the later ones and stands apart. `x` columns say how many times longer than the first
 //! side a side takes, in the same round; below 1 the other side is faster. `total` is sampled in the same way for every
-//! side; what of it is resident and what holds compressed pages, ours says itself.
+//! side, and what ours says itself if that is more; what of it is resident and what holds compressed pages, ours says itself. `group` is another count of memory, with the page
+//! cache and the kernel's own memory in it ([`crate::run::Peak::group_bytes`]), and `x group` that in times of the first side's.
 
 use serde_json::{Value, json};
 
@@ -34,7 +35,7 @@ pub fn machine_cpu_s(run: &SideRun) -> Option<f64> {
 
 /// The most memory that was seen, everything counted.
 pub fn total_bytes(run: &SideRun) -> Option<f64> {
-    Some(run.outcome.peak.total_bytes as f64)
+    Some(run.total_bytes() as f64)
 }
 
 fn later(run: &SideRun, number: impl Fn(&Value) -> Option<f64>) -> Option<f64> {
@@ -58,12 +59,15 @@ pub fn print(answers: &Answers) -> Value {
         "resident MiB",
         "held MiB",
         "total MiB",
+        "group MiB",
+        "x group",
     ]);
     let mut lines = Vec::new();
     for (nth, side) in answers.sides.iter().enumerate() {
         let later_spread = answers.spread(nth, later_us);
         let wall = answers.ratio(nth, 0, later_us);
         let cpu = answers.ratio(nth, 0, later_cpu_us);
+        let group = answers.ratio(nth, 0, SideRun::group_bytes);
         let machine_cpu = answers.ratio(nth, 0, machine_cpu_s);
         let median = |number: fn(&SideRun) -> Option<f64>| answers.spread(nth, number).map(|spread| spread.median);
         let short = |value: Option<f64>| cell(value.map(|value| format!("{value:.1}")));
@@ -82,10 +86,12 @@ pub fn print(answers: &Answers) -> Value {
             bytes(median(|run| Some(run.resident_bytes() as f64))),
             bytes(median(|run| Some(run.held_bytes() as f64))),
             bytes(median(total_bytes)),
+            bytes(median(SideRun::group_bytes)),
+            cell(group.map(|spread| format!("{:.2}", spread.median))),
         ]);
         lines.push(json!({
             "side": side.to_string(), "later_us": later_spread, "times_first_side_wall": wall, "times_first_side_cpu": cpu,
-            "times_first_side_machine_cpu": machine_cpu,
+            "times_first_side_machine_cpu": machine_cpu, "times_first_side_group": group,
         }));
     }
     print!("{table}");

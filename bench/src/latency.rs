@@ -9,7 +9,6 @@ use clap::Args;
 use serde_json::json;
 
 use crate::compare::{Comparison, laps};
-use crate::record::Record;
 use crate::scan::{content_argument, note_content, parse_sides, print_targets, worker};
 use crate::side::{Bench, Side, SideRun};
 use crate::stat::{Spread, Target};
@@ -33,7 +32,7 @@ pub struct Options {
 pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
     let (megabytes, cap_mb, faults) = if quick { (48, 16, 200) } else { (256, 64, 5000) };
     let settings = json!({"megabytes": megabytes, "cap_mb": cap_mb, "faults": faults, "rounds": rounds});
-    let mut comparison = Comparison::new(bench, Record::new("latency", settings), rounds);
+    let mut comparison = Comparison::new(bench, bench.record("latency", settings), rounds);
     let sides = match options.sides.is_empty() {
         true => Side::list(&["ours", "zram:lz4", "zram:lzo-rle", "zswap:lzo", "disk"]),
         false => parse_sides(&options.sides)?,

@@ -4,8 +4,9 @@
 //! stays the same, a sixteenth of the file, while the pool's limit grows from turn to turn. Beside each limit stands the kernel alone, whose page cache has
 //! all the memory that ours has there: the worker's, the pool, and what the server needs ([`Memory`]).
 //!
-//! In each order the file is read twice: first so that what is worth keeping gets into the pool, then to be measured. The sides take turns, the order
-//! turned round every second round. Every byte that is read is compared with what was written.
+//! In each order the file is read twice: first so that what is worth keeping gets into the pool, then to be measured. Where records are drawn, they are
+//! drawn anew the second time, on every side the same. The sides take turns, the order turned round every second round. Every byte that is read is compared with what
+//! was written.
 
 use std::path::Path;
 
@@ -28,7 +29,7 @@ use crate::stat::Spread;
 use crate::table::{Table, cell, mib};
 
 /// In which order a file is read: what makes an LRU cache useless, what makes it no worse than any other, and what it is made for.
-const ORDERS: [Column; 3] = [Column::Reread, Column::RandomRead, Column::SkewedRead];
+const ORDERS: [Column; 3] = [Column::Reread, Column::UniformRead, Column::SkewedRead];
 
 /// The page cache of the worker, in parts of the file.
 const CLIENT_PARTS: u64 = 16;
@@ -130,7 +131,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: Option<usize>,
         "rounds": plan.rounds, "file_bytes": plan.file_bytes, "record_bytes": plan.record_bytes, "percents": plan.percents,
         "client_bytes": plan.file_bytes / CLIENT_PARTS, "content": format!("{:?}", plan.holds), "sides": place::words(&plan.keepers),
     });
-    let mut kept = Record::new("limits", settings);
+    let mut kept = bench.record("limits", settings);
     let image = Image::make(plan.holds, plan.file_bytes, &mut kept)?;
     println!(
         "\nlimits of a pool: a file of {} MiB of {} ({:.1} % same-filled), read {} KiB at a time, {} MiB of it in the page \

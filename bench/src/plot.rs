@@ -217,7 +217,7 @@ fn of_limits(record: &Value) -> Vec<Bars> {
             picture("ratio", "speed beside the kernel's page cache in the same memory", "times faster", true),
         ]
     };
-    let pictures = ["fast", "throttled"].into_iter().flat_map(of_disk);
+    let pictures = ["fast", "ssd", "throttled"].into_iter().flat_map(of_disk);
     pictures.filter(|bars| !bars.groups.is_empty()).collect()
 }
 
@@ -402,6 +402,8 @@ mod tests {
         assert_eq!(hits.groups, ["1 %", "10 %"]);
         assert_eq!(hits.series, [Series { name: "mount, random read".into(), values: vec![one(0.5), one(9.0)] }]);
         assert!(ratios.are_ratios && ratios.series[0].values == [one(2.0), one(2.0)]);
+        let disks = ["fast", "ssd", "throttled"].map(|disk| line(disk, "uniform_read", 1, 0.5));
+        assert_eq!(pictures_of(&json!({"scenario": "limits", "summary": disks})).unwrap().len(), 6);
 
         let run = |size: u64, ours: f64| json!({"segment_bytes": size, "fio_mb_per_s": 900.0, "mb_per_s": ours});
         let writeback =

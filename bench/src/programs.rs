@@ -15,7 +15,6 @@ use compcache_testkit::features::find_program;
 use serde_json::{Value, json};
 
 use crate::compare::{Answers, Comparison};
-use crate::record::Record;
 use crate::run::{Job, Outcome, Output};
 use crate::scan::{parse_sides, print_targets};
 use crate::side::{Bench, Side, SideRun};
@@ -33,7 +32,7 @@ pub struct Options {
     #[arg(long, value_delimiter = ',')]
     sides: Vec<String>,
     /// The part of its peak that a program gets is one over this.
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
     part: u64,
 }
 
@@ -78,7 +77,7 @@ impl Program {
 /// A run of ours failed or its output was different; no program is installed.
 pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
     let settings = json!({"quick": quick, "part": options.part, "rounds": rounds});
-    let mut comparison = Comparison::new(bench, Record::new("programs", settings), rounds);
+    let mut comparison = Comparison::new(bench, bench.record("programs", settings), rounds);
     let sides = match options.sides.is_empty() {
         true => Side::list(&["ours", "zram:lz4", "uncapped"]),
         false => parse_sides(&options.sides)?,
@@ -137,14 +136,25 @@ fn cpu_s(run: &SideRun) -> Option<f64> {
 }
 
 fn print(answers: &Answers) -> Value {
-    let mut table =
-        Table::new(&["side", "wall s", "CPU s", "x wall", "x CPU", "resident MiB", "held MiB", "total MiB"]);
+    let mut table = Table::new(&[
+        "side",
+        "wall s",
+        "CPU s",
+        "x wall",
+        "x CPU",
+        "resident MiB",
+        "held MiB",
+        "total MiB",
+        "group MiB",
+        "x group",
+    ]);
     let mut lines = Vec::new();
     for (nth, side) in answers.sides.iter().enumerate() {
         let wall = answers.ratio(nth, 0, wall_s);
         let cpu = answers.ratio(nth, 0, cpu_s);
-        let bytes = |number: fn(&SideRun) -> u64| {
-            cell(answers.spread(nth, |run| Some(number(run) as f64)).map(|spread| mib(spread.median as u64)))
+        let group = answers.ratio(nth, 0, SideRun::group_bytes);
+        let bytes = |number: fn(&SideRun) -> Option<f64>| {
+            cell(answers.spread(nth, number).map(|spread| mib(spread.median as u64)))
         };
         table.line([
             side.to_string(),
@@ -152,11 +162,15 @@ fn print(answers: &Answers) -> Value {
             cell(answers.spread(nth, cpu_s)),
             cell(wall),
             cell(cpu),
-            bytes(|run| run.resident_bytes()),
-            bytes(|run| run.held_bytes()),
-            bytes(|run| run.outcome.peak.total_bytes),
+            bytes(|run| Some(run.resident_bytes() as f64)),
+            bytes(|run| Some(run.held_bytes() as f64)),
+            bytes(|run| Some(run.total_bytes() as f64)),
+            bytes(SideRun::group_bytes),
+            cell(group.map(|spread| format!("{:.2}", spread.median))),
         ]);
-        lines.push(json!({"side": side.to_string(), "times_first_side_wall": wall, "times_first_side_cpu": cpu}));
+        lines.push(json!({
+            "side": side.to_string(), "times_first_side_wall": wall, "times_first_side_cpu": cpu, "times_first_side_group": group,
+        }));
     }
     print!("{table}");
     Value::Array(lines)

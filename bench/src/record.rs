@@ -11,9 +11,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
+use crate::device::Kind;
+
 /// The record of one scenario.
 pub struct Record {
     scenario: &'static str,
+    /// Of when it was begun: what is built or runs later was not measured.
+    commit: String,
+    machine: Value,
+    /// This program first, in which the engine is that `store`, `sweep` and `writeback` measure.
+    binaries: Vec<Value>,
     settings: Value,
     content: Vec<Value>,
     runs: Vec<Value>,
@@ -25,7 +32,32 @@ pub struct Record {
 impl Record {
     /// An empty record of `scenario`, run with `settings`.
     pub fn new(scenario: &'static str, settings: Value) -> Record {
-        Record { scenario, settings, content: Vec::new(), runs: Vec::new(), summary: Vec::new(), error: None }
+        Record {
+            scenario,
+            commit: commit(),
+            machine: machine(),
+            binaries: std::env::current_exe().ok().as_deref().and_then(about_file).into_iter().collect(),
+            settings,
+            content: Vec::new(),
+            runs: Vec::new(),
+            summary: Vec::new(),
+            error: None,
+        }
+    }
+
+    /// Notes what is measured, and as what: a file of ours, and, where it is `compcache`, the object beside it that it puts into programs.
+    pub fn binary(&mut self, path: &Path) {
+        let beside = preload_object(path);
+        self.binaries.extend([Some(path), beside.as_deref()].into_iter().flatten().filter_map(about_file));
+    }
+
+    /// Notes the binaries that are named by sides.
+    pub fn binaries_of(&mut self, kinds: &[Kind]) {
+        for kind in kinds {
+            if let Kind::Ours { binary: Some(path), .. } = kind {
+                self.binary(path);
+            }
+        }
     }
 
     /// Notes what pages were used.
@@ -74,13 +106,14 @@ impl Record {
     /// The directory or the file cannot be written.
     pub fn save(&self, directory: &Path) -> Result<PathBuf> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
-        let date = date();
+        let date = date(SystemTime::now());
         let path = directory.join(format!("{}-{}.json", self.scenario, date.replace([':', '-'], "")));
         let whole = json!({
             "scenario": self.scenario,
             "date": date,
-            "commit": commit(),
-            "machine": machine(),
+            "commit": self.commit,
+            "machine": self.machine,
+            "binaries": self.binaries,
             "settings": self.settings,
             "content": self.content,
             "runs": self.runs,
@@ -112,6 +145,8 @@ pub fn machine() -> Value {
         "cpus": std::thread::available_parallelism().map_or(0, |count| count.get()),
         "memory": field(&read("/proc/meminfo"), "MemTotal"),
         "page_cluster": read("/proc/sys/vm/page-cluster"),
+        "swappiness": read("/proc/sys/vm/swappiness"),
+        "zswap": read("/sys/module/zswap/parameters/enabled"),
         "transparent_hugepage": read("/sys/kernel/mm/transparent_hugepage/enabled"),
         "load": read("/proc/loadavg"),
     })
@@ -125,9 +160,27 @@ pub fn machine_line() -> String {
     format!("Linux {}, {cpus} CPUs ({}), load {load}, commit {}", text("kernel"), text("processor"), commit())
 }
 
-/// Now, in UTC, as `2026-11-21T09:30:00Z`.
-fn date() -> String {
-    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+/// The object that `compcache` at `path` puts into programs, found as it finds it.
+fn preload_object(path: &Path) -> Option<PathBuf> {
+    if let Some(named) = std::env::var_os("COMPCACHE_PRELOAD").filter(|value| !value.is_empty()) {
+        return Some(named.into());
+    }
+    let name = "libcompcache_preload.so";
+    let places = [path.with_file_name(name), path.parent()?.join("../lib/compcache").join(name)];
+    places.into_iter().find(|place| place.is_file())
+}
+
+/// A file's path, below the current directory if it is there, its size, and when it was written. None where it is not there.
+fn about_file(path: &Path) -> Option<Value> {
+    let about = fs::metadata(path).ok()?;
+    let here = std::env::current_dir().unwrap_or_default();
+    let short = path.strip_prefix(here).unwrap_or(path);
+    Some(json!({"path": short, "bytes": about.len(), "written": date(about.modified().ok()?)}))
+}
+
+/// A time, in UTC, as `2026-11-21T09:30:00Z`.
+fn date(time: SystemTime) -> String {
+    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let (year, month, day) = civil(seconds / 86400);
     let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
@@ -165,6 +218,25 @@ mod tests {
         let saved = fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
         let saved: Value = serde_json::from_str(&fs::read_to_string(saved).unwrap()).unwrap();
         assert_eq!((&saved["runs"][0]["nth"], &saved["error"]), (&json!(1), &json!("why")));
+    }
+
+    #[test]
+    fn a_record_says_which_files_were_measured() {
+        let directory = tempfile::tempdir().unwrap();
+        let compcache = directory.path().join("compcache");
+        fs::write(&compcache, "program").unwrap();
+        let kinds = [Kind::Disk, format!("ours:lz4@{}", compcache.display()).parse().unwrap()];
+        let mut record = Record::new("test", json!({}));
+        record.binaries_of(&kinds);
+        record.binary(&directory.path().join("not there"));
+        let about = &record.binaries[1];
+        assert_eq!((about["path"].as_str(), about["bytes"].as_u64()), (compcache.to_str(), Some(7)));
+        assert_eq!(about["written"].as_str().unwrap()[..2], *"20");
+        // The tests' own environment may name an object.
+        let others = record.binaries[2..]
+            .iter()
+            .filter(|one| one["path"].as_str() != preload_object(&compcache).unwrap_or_default().to_str());
+        assert_eq!(others.count(), 0);
     }
 
     #[test]

@@ -2,8 +2,10 @@
 //!
 //! CPU time is that of the command and of every descendant it waited for (wait4(2)). Memory is sampled every
 //! [`SAMPLE_EVERY`] over all processes of the run: anonymous memory summed, shared memory counted once, plus what the
-//! kernel's path holds at the same moment. The same yardstick for every side. What the processor's page cache holds of
+//! kernel's path holds at the same moment. The same yardstick for every side. What the page cache holds of
 //! the program's files is not in it.
+//!
+//! A peak between two samples is not seen. What the control group says was charged at most is exact, and counts other things: see [`Peak::group_bytes`].
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -78,6 +80,16 @@ pub struct Peak {
     pub held: Held,
     /// What the control group says, page cache included.
     pub cgroup_bytes: u64,
+    /// The most that the path held in memory which the control group does not pay for.
+    pub beside_bytes: u64,
+}
+
+impl Peak {
+    /// The most that was charged to the control group, exactly, and the most that the path held beside it. Other than in `total_bytes`, the page cache, page
+    /// tables and the kernel's own memory are in it, a part of which would be given back where there is a limit. None where there are no groups.
+    pub fn group_bytes(&self) -> Option<u64> {
+        (self.cgroup_bytes > 0).then_some(self.cgroup_bytes + self.beside_bytes)
+    }
 }
 
 /// What a run took and said.
@@ -109,6 +121,24 @@ pub struct Outcome {
 }
 
 impl Outcome {
+    /// One that took a second and no CPU.
+    #[cfg(test)]
+    pub fn of_test(peak: Peak, exit: i32, kills: u64, stderr: &str) -> Outcome {
+        Outcome {
+            wall_s: 1.0,
+            user_s: 0.0,
+            sys_s: 0.0,
+            machine_cpu_s: 0.0,
+            peak,
+            exit,
+            out_of_patience: false,
+            kills,
+            same_output: None,
+            stdout: Vec::new(),
+            stderr: stderr.to_owned(),
+        }
+    }
+
     /// User and kernel together.
     pub fn cpu_s(&self) -> f64 {
         self.user_s + self.sys_s
@@ -123,9 +153,10 @@ impl Outcome {
 /// Runs `job` in the control group of `place` and waits for it.
 ///
 /// # Errors
-/// It could not be started. That it failed is not an error here: see [`Outcome::exit`].
+/// It could not be started, or a disk that should be slow was not. That it failed is not an error here: see [`Outcome::exit`].
 pub fn run(job: &Job, place: &Baseline<'_>) -> Result<Outcome> {
     let mut command = prepare(job, place)?;
+    let traffic_before = place.slow_traffic()?;
     let cpu_s_before = machine_cpu_s();
     let started = Instant::now();
     let mut child = command.spawn().with_context(|| format!("cannot start {:?}", job.words[0]))?;
@@ -140,10 +171,12 @@ pub fn run(job: &Job, place: &Baseline<'_>) -> Result<Outcome> {
         let wall_s = started.elapsed().as_secs_f64();
         let machine_cpu_s = machine_cpu_s() - cpu_s_before;
         ended.store(true, Ordering::Release);
+        let throttled = place.check_throttle(traffic_before, wall_s);
         let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
         let (kept, same_output) = stdout.join().expect("the reader does not panic")?;
         let (said, _) = stderr.join().expect("the reader does not panic")?;
         let (peak, out_of_patience) = sampler.join().expect("the sampler does not panic");
+        throttled?;
         Ok(Outcome {
             out_of_patience,
             wall_s,
@@ -255,7 +288,10 @@ fn sample(pid: u32, place: &Baseline<'_>, patience: Duration, ended: &AtomicBool
         let resident_bytes = resident_bytes(&processes);
         let held = place.held();
         peak.resident_bytes = peak.resident_bytes.max(resident_bytes);
-        peak.total_bytes = peak.total_bytes.max(resident_bytes + held.memory_bytes);
+        peak.total_bytes = peak.total_bytes.max(resident_bytes + held.all_bytes());
+        if place.holds_beside() {
+            peak.beside_bytes = peak.beside_bytes.max(held.all_bytes());
+        }
         if held.original_bytes >= peak.held.original_bytes {
             peak.held = held;
         }

@@ -71,7 +71,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     let cap_mb = options.cap.unwrap_or(if quick { 16 } else { 64 });
     let passes = options.passes.unwrap_or(if quick { 2 } else { 4 });
     let settings = json!({"megabytes": megabytes, "cap_mb": cap_mb, "passes": passes, "rounds": rounds});
-    let mut comparison = Comparison::new(bench, Record::new("scan", settings), rounds);
+    let mut comparison = Comparison::new(bench, bench.record("scan", settings), rounds);
     let mut targets = Vec::new();
     for question in questions(options, quick)? {
         let Some(share) = note_content(&mut comparison.record, &question.content) else { continue };

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -52,7 +53,11 @@ pub fn write_all_blocks(path: &Path, bytes: u64) -> Result<()> {
             Err(error) => return Err(error.into()),
         }
     }
-    Ok(file.sync_all()?)
+    file.sync_all()?;
+    // Nor is any of it in the page cache, from where direct I/O would have to take it. Advice: it may be ignored.
+    // SAFETY: posix_fadvise(2) takes a descriptor that is open here, and numbers.
+    unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+    Ok(())
 }
 
 #[cfg(test)]

@@ -8,10 +8,12 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Result, anyhow};
+use serde_json::Value;
 
 use crate::baseline::loop_device::Throttle;
 use crate::baseline::{Baseline, Speed, SwapPath};
 use crate::ours;
+use crate::record::Record;
 use crate::run::{self, Job, Outcome};
 use crate::session::Session;
 
@@ -71,6 +73,11 @@ impl Side {
         !matches!(self, Side::Kernel(path) if path.is_ours())
     }
 
+    /// Whether the memory it compresses pages into is charged to the control group, and so taken off what the program has.
+    pub fn pays_for_its_pool(&self, unified: bool) -> bool {
+        unified && matches!(self, Side::Kernel(SwapPath::Zswap(..)))
+    }
+
     /// Reads a list of words that the program itself wrote down.
     pub fn list(words: &[&str]) -> Vec<Side> {
         words.iter().map(|word| word.parse().expect("a side that is written in the source")).collect()
@@ -90,7 +97,7 @@ pub struct SideRun {
     /// What it took and said.
     pub outcome: Outcome,
     /// The last state of the statistics file of `compcache run`.
-    pub stats: Option<serde_json::Value>,
+    pub stats: Option<Value>,
 }
 
 impl SideRun {
@@ -101,7 +108,17 @@ impl SideRun {
 
     /// The memory that held the compressed pages when they were most.
     pub fn held_bytes(&self) -> u64 {
-        self.statistic("mem_used_at_peak_bytes").unwrap_or(self.outcome.peak.held.memory_bytes)
+        self.statistic("mem_used_at_peak_bytes").unwrap_or(self.outcome.peak.held.all_bytes())
+    }
+
+    /// The most memory of all that is counted: what was seen, or, for ours, what it says, if that is more. It knows its own peaks, however short.
+    pub fn total_bytes(&self) -> u64 {
+        self.outcome.peak.total_bytes.max(self.statistic("total_peak_bytes").unwrap_or(0))
+    }
+
+    /// See [`run::Peak::group_bytes`].
+    pub fn group_bytes(&self) -> Option<f64> {
+        self.outcome.peak.group_bytes().map(|bytes| bytes as f64)
     }
 
     /// The peak that ours says it had and the one that was seen, when they lie more than a tenth apart.
@@ -127,6 +144,13 @@ impl Bench {
     /// The session, for its directory.
     pub fn session(&self) -> &Session {
         &self.session
+    }
+
+    /// An empty record of `scenario`, with the binary under test.
+    pub fn record(&self, scenario: &'static str, settings: Value) -> Record {
+        let mut record = Record::new(scenario, settings);
+        record.binary(&self.compcache);
+        record
     }
 
     /// How long a run may take.
@@ -182,5 +206,30 @@ impl Bench {
         let outcome = run::run(&Job { words, ..job.clone() }, place)?;
         let text = std::fs::read_to_string(&stats).unwrap_or_default();
         Ok(SideRun { outcome, stats: serde_json::from_str(&text).ok() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::run::Peak;
+
+    #[test]
+    fn a_total_is_the_greater_of_what_was_seen_and_what_ours_says() {
+        let total = |seen, told: Option<u64>| {
+            let peak = Peak { total_bytes: seen, ..Peak::default() };
+            let stats = told.map(|told| json!({"total_peak_bytes": told}));
+            SideRun { outcome: Outcome::of_test(peak, 0, 0, ""), stats }.total_bytes()
+        };
+        assert_eq!([total(7, None), total(7, Some(9)), total(7, Some(5))], [7, 9, 7]);
+    }
+
+    #[test]
+    fn zswap_pays_for_its_pool_where_groups_are_of_version_2() {
+        let pays = |word: &str, unified| word.parse::<Side>().unwrap().pays_for_its_pool(unified);
+        assert!(pays("zswap:lzo", true) && pays("zswap-2009:lzo", true) && !pays("zswap:lzo", false));
+        assert!(["zram:lz4", "disk", "swap:lz4", "ours"].iter().all(|word| !pays(word, true)));
     }
 }

@@ -16,7 +16,6 @@ use serde_json::{Value, json};
 use crate::baseline::loop_device::Throttle;
 use crate::baseline::{Baseline, SwapPath};
 use crate::ours;
-use crate::record::Record;
 use crate::run::{self, Job, Outcome};
 use crate::scan::{content_argument, note_content, print_targets, worker};
 use crate::side::Bench;
@@ -100,7 +99,7 @@ struct Line {
 pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
     let (megabytes, cap_mb, passes) = if quick { (48, 16, 1) } else { (192, 48, 2) };
     let settings = json!({"megabytes": megabytes, "cap_mb": cap_mb, "passes": passes, "rounds": rounds});
-    let mut kept = Record::new("swap-latency", settings);
+    let mut kept = bench.record("swap-latency", settings);
     let sides = options.sides.iter().map(|word| word.parse::<SwapPath>().map_err(anyhow::Error::msg));
     let sides = sides.collect::<Result<Vec<_>>>()?;
     let share = note_content(&mut kept, &options.content).context("no content")?;

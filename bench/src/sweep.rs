@@ -210,7 +210,7 @@ struct Turn {
 pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
     let plan = Plan::of(options, quick)?;
     let names = |all: &[Speed]| all.iter().map(|speed| speed.word()).collect::<Vec<_>>();
-    let mut kept = Record::new(
+    let mut kept = bench.record(
         "sweep",
         json!({
             "quick": quick, "rounds": rounds, "disks": names(&options.disk), "sizes": plan.sizes, "percents": plan.percents,

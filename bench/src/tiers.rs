@@ -127,7 +127,8 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
     let settings = json!({
         "megabytes": megabytes, "reads": reads, "rounds": rounds, "idle_s": idle.map(|idle| idle.as_secs()),
     });
-    let mut kept = Record::new("tiers", settings);
+    let mut kept = bench.record("tiers", settings);
+    kept.binaries_of(&kinds);
     let asked = Asked { megabytes, reads, rounds, idle, kinds: &kinds };
     let measured = measure(bench, options, &asked, &mut kept);
     kept.finish(measured, record)

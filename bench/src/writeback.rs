@@ -79,7 +79,7 @@ struct Tail {
 /// # Errors
 /// fio is missing, a page is wrong, or the file cannot be written.
 pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record: Option<&Path>) -> Result<()> {
-    let mut kept = Record::new(
+    let mut kept = bench.record(
         "writeback",
         json!({
             "quick": quick, "rounds": rounds, "segments": options.segments, "threads": options.threads,

@@ -153,6 +153,22 @@ fn a_writeback_that_is_killed_leaves_no_file_behind() {
 }
 
 #[test]
+fn a_bench_that_is_killed_leaves_no_emulated_machine_behind() {
+    let programs = ["qemu-system-x86_64", "busybox", "xz", "mkfs.ext4"].map(Feature::Program);
+    if !requires(&[&[Feature::StockKernel][..], &programs].concat()) {
+        return;
+    }
+    let arguments = ["--quick", "emulated", "--processors", "1", "--what", "scan"];
+    let mut bench = Command::new(BENCH).args(arguments).stdout(Stdio::null()).spawn().unwrap();
+    let pid = bench.id();
+    let is_machine = |line: &String| line.starts_with("qemu-system-x86_64");
+    wait_for("a machine", || processes_naming(&format!("compcache-bench.{pid}/")).iter().any(is_machine));
+    bench.kill().unwrap();
+    bench.wait().unwrap();
+    wait_for("undoing", || left_by(pid).is_empty());
+}
+
+#[test]
 fn a_command_keeps_its_exit_status_and_its_output() {
     if !requires(&[Feature::Root, Feature::CgroupMemory, Feature::ZramDevice]) {
         return;

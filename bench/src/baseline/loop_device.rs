@@ -8,6 +8,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use serde::Serialize;
 
 use super::cgroup::Cgroup;
 use super::{read_trimmed, write};
@@ -18,6 +19,9 @@ const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
 const LOOP_CLR_FD: libc::c_ulong = 0x4C01;
 const LO_FLAGS_DIRECT_IO: u32 = 16;
 const ATTEMPTS: usize = 10;
+/// A slow disk lets through so much more than it should, and what it saved up in so many seconds before.
+const TOLERATED: f64 = 1.25;
+const SAVED_S: f64 = 0.5;
 
 /// How slow a disk is made; both 0: as it is.
 #[derive(Clone, Copy, Debug, Default)]
@@ -38,6 +42,63 @@ impl Throttle {
     /// This, or `other` if this slows nothing down.
     pub fn or(self, other: Throttle) -> Throttle {
         if self.iops == 0 && self.bytes_per_s == 0 { other } else { self }
+    }
+
+    /// Fails if more went to the disk in `seconds` than this lets through.
+    ///
+    /// # Errors
+    /// It did: whoever used the disk was not slowed down.
+    pub fn check(self, traffic: Traffic, seconds: f64) -> Result<()> {
+        let holds =
+            |count: u64, limit: u64| limit == 0 || count as f64 <= limit as f64 * TOLERATED * (seconds + SAVED_S);
+        let is_kept = holds(traffic.reads, self.iops)
+            && holds(traffic.writes, self.iops)
+            && holds(traffic.read_bytes, self.bytes_per_s)
+            && holds(traffic.written_bytes, self.bytes_per_s);
+        if !is_kept {
+            bail!(
+                "the disk was not throttled: {traffic:?} in {seconds:.1} s; is this process in the root group of blkio?"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// What went to a disk since it was attached.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Traffic {
+    /// Requests.
+    pub reads: u64,
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// Requests.
+    pub writes: u64,
+    /// Bytes written.
+    pub written_bytes: u64,
+}
+
+impl Traffic {
+    /// What went to `device` so far.
+    ///
+    /// # Errors
+    /// The kernel does not say.
+    pub fn of(device: &Path) -> Result<Traffic> {
+        let name = device.file_name().context("no device name")?;
+        let text = read_trimmed(Path::new("/sys/block").join(name).join("stat"))?;
+        let fields: Vec<u64> = text.split_whitespace().filter_map(|field| field.parse().ok()).collect();
+        // reads, merged, sectors of 512 bytes, ms, writes, merged, sectors ...
+        let &[reads, _, read, _, writes, _, written, ..] = &fields[..] else { bail!("/sys/block/*/stat: {text}") };
+        Ok(Traffic { reads, read_bytes: read * 512, writes, written_bytes: written * 512 })
+    }
+
+    /// What came after `before`.
+    pub fn since(self, before: Traffic) -> Traffic {
+        Traffic {
+            reads: self.reads - before.reads,
+            read_bytes: self.read_bytes - before.read_bytes,
+            writes: self.writes - before.writes,
+            written_bytes: self.written_bytes - before.written_bytes,
+        }
     }
 }
 
@@ -185,4 +246,20 @@ pub fn throttle(session: &Session, device: &Path, limit: Throttle, group: Option
 fn device_number(device: &Path) -> Result<String> {
     let name = device.file_name().context("no device name")?;
     read_trimmed(Path::new("/sys/block").join(name).join("dev"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_that_lets_through_more_than_it_should_is_found_out() {
+        let check = |traffic, seconds| Throttle::OF_2009.check(traffic, seconds).is_ok();
+        let reads = |reads| Traffic { reads, ..Traffic::default() };
+        let written = |written_bytes| Traffic { written_bytes, ..Traffic::default() };
+        assert!(check(reads(7000), 10.0) && !check(reads(10_000), 10.0));
+        assert!(check(written(750_000_000), 10.0) && !check(written(1_500_000_000), 10.0));
+        assert!(check(reads(400), 0.1) && !check(reads(700), 0.1), "some was saved up before");
+        assert!(Throttle::default().check(reads(1 << 40), 10.0).is_ok(), "as fast as it is");
+    }
 }

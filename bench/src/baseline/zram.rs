@@ -49,6 +49,7 @@ pub fn held(number: u32) -> Held {
         memory_bytes: field(2),
         same_pages: field(5),
         huge_pages: field(7),
+        ..Held::default()
     }
 }
 

@@ -53,6 +53,7 @@ fn run(options: &Options) -> Result<(), Box<dyn std::error::Error>> {
         pattern: Pattern::open(&options.image)?,
         buffer: vec![0; options.record_bytes],
         generation: 0,
+        passes: 0,
         took: Duration::ZERO,
     };
     for line in io::stdin().lock().lines() {
@@ -74,6 +75,8 @@ struct Worker<'o> {
     buffer: Vec<u8>,
     /// How often all of the file has been written.
     generation: u32,
+    /// Columns that were run before.
+    passes: u64,
     /// Of the column under way.
     took: Duration,
 }
@@ -99,7 +102,8 @@ impl Worker<'_> {
             self.generation += 1;
         }
         self.took = Duration::ZERO;
-        let order = column.order((bytes / self.options.record_bytes as u64) as u32);
+        let order = column.order((bytes / self.options.record_bytes as u64) as u32, self.passes);
+        self.passes += 1;
         for (turn, record) in (1..).zip(order) {
             match column {
                 Column::RecordRewrite => self.write(&target, record, turn)?,

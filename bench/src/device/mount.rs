@@ -35,8 +35,20 @@ pub fn on(session: &Session, source: &Path, target: &Path, kind: &str, options: 
 /// # Errors
 /// There is no mkfs.ext4, or it failed.
 pub fn make_ext4(device: &Path) -> Result<()> {
+    make_ext4_with(device, "lazy_itable_init=0,lazy_journal_init=0")
+}
+
+/// As [`make_ext4`], on a device whose blocks have been written: discarded, they would have to be found anew.
+///
+/// # Errors
+/// As there.
+pub fn make_ext4_on_disk(device: &Path) -> Result<()> {
+    make_ext4_with(device, "nodiscard,lazy_itable_init=0,lazy_journal_init=0")
+}
+
+fn make_ext4_with(device: &Path, extended: &str) -> Result<()> {
     let mut command = Command::new("mkfs.ext4");
-    command.args(["-q", "-F", "-b", "4096", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0"]).arg(device);
+    command.args(["-q", "-F", "-b", "4096", "-m", "0", "-E", extended]).arg(device);
     let output = command.output().context("mkfs.ext4 cannot be run (Debian: e2fsprogs)")?;
     if !output.status.success() {
         bail!("mkfs.ext4 {}: {}", device.display(), String::from_utf8_lossy(&output.stderr));

@@ -98,11 +98,13 @@ impl Server {
         Ok(self.ask(json!({"do": "show", "name": DISK}))?["disk"].take())
     }
 
-    /// What the disk holds; all zero when the server does not answer.
+    /// What the disk holds; all zero but the server's own memory when it does not answer.
     pub fn held(&self) -> Held {
         let state = self.state().unwrap_or_default();
         let stat = |name: &str| state["stats"][name].as_u64().unwrap_or(0);
+        let process_bytes = self.process.resident_bytes();
         Held {
+            server_bytes: process_bytes.saturating_sub(stat("mem_used_total")),
             original_bytes: stat("orig_data_size"),
             compressed_bytes: stat("compr_data_size"),
             memory_bytes: stat("mem_used_total"),

@@ -12,7 +12,8 @@ use clap::ValueEnum;
 use compcache_worker::columns::{Answer, Column, Through};
 use serde::Serialize;
 
-use super::place::{Disk, Pool, Standing, Taken, Traffic};
+use super::place::{Disk, Pool, Standing, Taken};
+use crate::baseline::loop_device::Traffic;
 use crate::device::machine_cpu_s;
 use crate::device::process::cpu_s;
 

@@ -36,8 +36,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::baseline::cgroup::Cgroup;
-use crate::baseline::loop_device::{self, Throttle};
-use crate::baseline::read_trimmed;
+use crate::baseline::loop_device::{self, Throttle, Traffic};
 use crate::device::process::Process;
 use crate::device::{Device, Kind, Over, Server, mount};
 use crate::ours;
@@ -130,31 +129,6 @@ impl Memory {
     }
 }
 
-/// What went to the disk since it was attached.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
-pub struct Traffic {
-    /// Requests.
-    pub reads: u64,
-    /// Bytes read.
-    pub read_bytes: u64,
-    /// Requests.
-    pub writes: u64,
-    /// Bytes written.
-    pub written_bytes: u64,
-}
-
-impl Traffic {
-    /// What came after `before`.
-    pub fn since(self, before: Traffic) -> Traffic {
-        Traffic {
-            reads: self.reads - before.reads,
-            read_bytes: self.read_bytes - before.read_bytes,
-            writes: self.writes - before.writes,
-            written_bytes: self.written_bytes - before.written_bytes,
-        }
-    }
-}
-
 /// The disk, with an ext4 that is not mounted.
 pub struct Disk<'s> {
     device: Device<'s>,
@@ -171,7 +145,7 @@ impl<'s> Disk<'s> {
         let bytes = bytes + bytes / 8 + (96 << 20);
         let device = Device::set_up(bench.session(), &Kind::Disk, bytes, bench.compcache())?;
         write_all_blocks(device.path(), bytes)?;
-        mount::make_ext4(device.path())?;
+        mount::make_ext4_on_disk(device.path())?;
         Ok(Disk { device, throttle })
     }
 
@@ -180,34 +154,17 @@ impl<'s> Disk<'s> {
     /// # Errors
     /// It is in use.
     pub fn empty(&self) -> Result<()> {
-        mount::make_ext4(self.device.path())
+        mount::make_ext4_on_disk(self.device.path())
     }
 
     /// What went to it so far.
     pub fn traffic(&self) -> Result<Traffic> {
-        let name = self.device.path().file_name().context("no device name")?;
-        let text = read_trimmed(Path::new("/sys/block").join(name).join("stat"))?;
-        let fields: Vec<u64> = text.split_whitespace().filter_map(|field| field.parse().ok()).collect();
-        // reads, merged, sectors of 512 bytes, ms, writes, merged, sectors ...
-        let &[reads, _, read, _, writes, _, written, ..] = &fields[..] else { bail!("/sys/block/*/stat: {text}") };
-        Ok(Traffic { reads, read_bytes: read * 512, writes, written_bytes: written * 512 })
+        Traffic::of(self.device.path())
     }
 
-    /// Fails if more went to it in `seconds` than the throttle lets through; a short time says nothing.
+    /// Fails if more went to it in `seconds` than the throttle lets through.
     pub fn check_throttle(&self, traffic: Traffic, seconds: f64) -> Result<()> {
-        let holds =
-            |count: u64, limit: u64| limit == 0 || seconds < 2.0 || count as f64 / seconds < limit as f64 * 1.25;
-        let Throttle { iops, bytes_per_s } = self.throttle;
-        let is_kept = holds(traffic.reads, iops)
-            && holds(traffic.writes, iops)
-            && holds(traffic.read_bytes, bytes_per_s)
-            && holds(traffic.written_bytes, bytes_per_s);
-        if !is_kept {
-            bail!(
-                "the disk was not throttled: {traffic:?} in {seconds:.1} s; is this process in the root group of blkio?"
-            );
-        }
-        Ok(())
+        self.throttle.check(traffic, seconds)
     }
 
     /// Sets a side up on it.

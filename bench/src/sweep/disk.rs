@@ -21,16 +21,12 @@ use compcache_store::{Backing, BackingConfig, FileMedium, Page};
 use compcache_testkit::PAGE_BYTES;
 
 use super::machine::Swap;
-use crate::baseline::loop_device::{self, Throttle};
+use crate::baseline::loop_device::{self, Traffic};
 use crate::device::{Device, Kind};
 use crate::iozone::Speed;
 use crate::scratch::{ScratchFile, write_all_blocks};
 use crate::session::{Session, Undo};
 use crate::side::Bench;
-
-/// A slow disk lets through so much more than it should, and what it saved up in so many seconds before.
-const TOLERATED: f64 = 1.25;
-const SAVED_S: f64 = 0.5;
 
 /// One that is there; it goes with this.
 pub struct Disk<'s> {
@@ -140,13 +136,7 @@ impl<'s> Disk<'s> {
     /// # Errors
     /// They are.
     pub fn check_slow(&self, reads: usize, seconds: f64) -> Result<()> {
-        let Throttle { iops, .. } = self.speed.throttle();
-        if iops > 0 && reads as f64 > iops as f64 * TOLERATED * (seconds + SAVED_S) {
-            bail!(
-                "the disk was not throttled: {reads} reads in {seconds:.1} s; is this process in the root group of blkio?"
-            );
-        }
-        Ok(())
+        self.speed.throttle().check(Traffic { reads: reads as u64, ..Traffic::default() }, seconds)
     }
 }
 

@@ -34,8 +34,7 @@ use linux_raw_sys::general::uffd_msg;
 const BATCH: usize = 16;
 const MESSAGES: usize = 16;
 const PENDING: usize = 512;
-/// Pages looked at for where a stream goes on behind those that are there: a microsecond, and a stream that begins anew
-/// costs several faults.
+/// Pages looked at for where a stream goes on behind those that are there: a microsecond, and a stream that begins anew costs several faults.
 const LOOKED_AHEAD: i64 = 512;
 /// How long a fault may wait for pages to leave for the spill file before the process grows.
 const WAIT_FOR_SPILL_NS: u64 = 500_000_000;
@@ -116,8 +115,7 @@ impl Handler {
         self.follower.reset();
     }
 
-    /// Has the memory that the kernel copies from be present. Zeroes that are only read are the kernel's own page of them: they
-    /// take none.
+    /// Has the memory that the kernel copies from be present. Zeroes that are only read are the kernel's own page of them: they take none.
     fn touch_buffers(&mut self) {
         for page in self.pages.iter_mut() {
             // SAFETY: a write to memory of ours.
@@ -528,8 +526,12 @@ impl Handler {
             _ => {
                 ring_for(pager, usize::from(is_ordered));
                 if !is_ordered {
+                    state.under_way += 1;
+                    drop(state);
                     lock::pause();
                     channel.uffd.wake(page as usize * PAGE, PAGE);
+                    state = self.lock(pager, channel);
+                    state.under_way -= 1;
                 }
                 (state, Answer::Done)
             }

@@ -58,7 +58,7 @@ pub const FETCHERS: usize = 4;
 pub const THREADS: usize = FETCHERS + 1;
 /// Them, and the handler, which is the first.
 const READERS: usize = 1 + FETCHERS;
-/// Records ordered or read and not yet used: what some streams will ask for next.
+/// Records ordered or read and not used yet.
 const ORDERS: usize = 32;
 /// Forks whose children may still read what this process wrote; with more of them, the last ones are waited for together.
 const HOLDS: usize = 16;
@@ -85,6 +85,8 @@ const KNOWN_BYTES: u64 = 256 << 10;
 const RETRY_NS: u64 = 1_000_000_000;
 /// And between two when nothing is worth being written.
 const IN_VAIN_NS: u64 = 5_000_000;
+/// Who waits for a page, and is woken, comes for it sooner.
+const COLLECTED_NS: u64 = 10_000_000;
 /// Between two times that unused room is given back.
 const TIDY_NS: u64 = 2_000_000_000;
 /// An age is over when so large a share of what is stored was written anew.
@@ -123,6 +125,8 @@ struct Order {
     number: u64,
     /// When somebody ordered it who waits for it; not if it was ordered ahead.
     asked_ns: Option<u64>,
+    /// When somebody was last known to wait for it.
+    awaited_ns: Option<u64>,
 }
 
 struct Orders {
@@ -345,8 +349,7 @@ impl Spill {
         self.reuse.note(back_pages, region.header.ram_limit_bytes.load(Relaxed));
     }
 
-    /// Has the spiller look, if there is something for it to do; starts it, and the fetchers, the first time. Called by the
-    /// evictor, and not while frozen.
+    /// Has the spiller look, if there is something for it to do; starts it, and the fetchers, the first time. Called by the evictor, and not while frozen.
     pub fn relieve(&self, pager: &'static Pager) {
         let is_started = self.threads() == THREADS;
         if !is_started && self.is_failing.load(Acquire) && self.has_file() {
@@ -415,7 +418,8 @@ impl Spill {
             let looked = self.while_nobody_forks(pager, || {
                 if !pager.store.wants_reclaim(&self.backing) {
                     if now_ns - tidied_ns > TIDY_NS {
-                        self.backing.tidy(|| !pager.frozen.load(Acquire) && !pager.fork_turn.wants_to_freeze());
+                        let is_waited_for = || pager.frozen.load(Acquire) || pager.fork_turn.wants_to_freeze();
+                        self.backing.tidy(|| !is_waited_for() && !pager.store.wants_reclaim(&self.backing));
                         tidied_ns = now_ns;
                     }
                     return (false, false);
@@ -579,25 +583,31 @@ impl Spill {
     }
 
     /// Orders a page that is in the file; [`Spill::ring_for_orders`] is to follow. False when it is asked for and there no more, or there
-    /// is no buffer for it: one that was read for nobody in particular is taken only for a page that somebody waits for.
+    /// is no buffer for it: one that nobody waits for, or comes for, is taken only for a page that somebody waits for.
     pub fn order(&self, pool: &Pool, worker: &mut Worker, page: u64, is_asked: bool) -> bool {
         // What is in the pool, or in the file no more, need not come from there; who waits for it is to ask again.
         let Some(record) = pool.record_of(worker, PageIndex(page)) else { return !is_asked };
         let mut orders = self.orders.lock();
-        if orders.orders.iter().any(|order| order.progress != Progress::Free && order.page == page) {
+        let asked_ns = is_asked.then(clock_ns);
+        let is_there = |order: &&mut Order| order.progress != Progress::Free && order.page == page;
+        if let Some(order) = orders.orders.iter_mut().find(is_there) {
+            order.awaited_ns = asked_ns.or(order.awaited_ns);
             return true;
         }
         let free = orders.orders.iter().position(|order| order.progress == Progress::Free);
         let unused = || {
             let read = |order: &Order| matches!(order.progress, Progress::Ready | Progress::Failed);
-            let unused = orders.orders.iter().enumerate().filter(|(_, order)| is_asked && read(order));
-            unused.min_by_key(|(_, order)| order.number).map(|(place, _)| place)
+            // Who waits for one collects it soon, and would have to have it read once more.
+            let now_ns = asked_ns?;
+            let is_given_up = |since: u64| now_ns.saturating_sub(since) > COLLECTED_NS;
+            let may_go = |(_, order): &(usize, &Order)| read(order) && order.awaited_ns.is_none_or(is_given_up);
+            let unused = orders.orders.iter().enumerate().filter(may_go);
+            unused.min_by_key(|(_, order)| (order.awaited_ns.is_some(), order.number)).map(|(place, _)| place)
         };
         let Some(place) = free.or_else(unused) else { return false };
         orders.number += 1;
-        let number = orders.number;
-        let asked_ns = is_asked.then(clock_ns);
-        orders.orders[place] = Order { progress: Progress::Wanted, page, record: Some(record), number, asked_ns };
+        let (number, progress) = (orders.number, Progress::Wanted);
+        orders.orders[place] = Order { progress, page, record: Some(record), number, asked_ns, awaited_ns: asked_ns };
         true
     }
 
@@ -606,8 +616,7 @@ impl Spill {
         self.device.ns() < FAST_NS
     }
 
-    /// Reads what was ordered for a page, and what lies near it. False if a fetcher is at it, or has read it just now: it wakes who
-    /// waits. Only the handler calls this.
+    /// Reads what was ordered for a page, and what lies near it. False if a fetcher is at it, or has read it just now: it wakes who waits. Only the handler calls this.
     pub fn fetch_for(&self, page: u64, uffd: Uffd) -> bool {
         // SAFETY: the first is the handler's alone.
         let batch = unsafe { &mut *self.batches[0].get() };
@@ -707,7 +716,8 @@ pub struct SpillParts {
 impl SpillParts {
     /// All of it, with the buffers of its threads.
     pub fn finish(self, worker: impl Fn() -> Result<Worker, StoreError>) -> Result<Spill, StoreError> {
-        let order = Order { progress: Progress::Free, page: 0, record: None, number: 0, asked_ns: None };
+        let order =
+            Order { progress: Progress::Free, page: 0, record: None, number: 0, asked_ns: None, awaited_ns: None };
         // All of them, or none.
         let mut buffers = [const { None }; ORDERS];
         for buffer in &mut buffers {

@@ -155,6 +155,9 @@ struct Counts {
     daily_waits: AtomicU64,
 }
 
+/// A medium that writes a segment for longer hangs: the slowest disk takes a tenth of that.
+const HANGING_NS: u64 = 3_000_000_000;
+
 /// Room outside memory for the pages of one pool, or of several. The pools that are made with it
 /// ([`Store::create_pool_on`](crate::Store::create_pool_on)) keep it.
 pub struct Backing {
@@ -171,6 +174,8 @@ pub struct Backing {
     /// Held for a whole flight, by one that cleans.
     cleaning: Mutex<Cleaning>,
     flights: [Mutex<Flight>; FLIGHTS],
+    /// Since when each of them waits for the medium to write; 0 if it does not.
+    writing_since_ns: [AtomicU64; FLIGHTS],
 }
 
 impl Backing {
@@ -211,6 +216,7 @@ impl Backing {
             above_percent: AtomicU8::new(ABOVE_PERCENT),
             cleaning: Mutex::new(Cleaning::default()),
             flights: [Mutex::new(Flight::new(0, segment_bytes)?), Mutex::new(Flight::new(1, segment_bytes)?)],
+            writing_since_ns: [const { AtomicU64::new(0) }; FLIGHTS],
         }))
     }
 
@@ -255,6 +261,12 @@ impl Backing {
     /// Whether pages can go there, as far as is known.
     pub fn health(&self) -> Health {
         *self.health.lock()
+    }
+
+    /// Whether the medium has had a segment for so long that nobody should count on it. That may end at any moment.
+    pub(crate) fn is_hanging(&self, now_ns: u64) -> bool {
+        let since = |since: &AtomicU64| since.load(Relaxed);
+        self.writing_since_ns.iter().map(since).any(|since| since != 0 && now_ns.saturating_sub(since) > HANGING_NS)
     }
 
     /// Gives room that nothing is in back to where the backing lies, but for a few segments that are written to soon, as long as

@@ -116,6 +116,11 @@ impl PoolCore {
         self.backing.as_ref().is_some_and(|backing| backing.health() == Health::Good)
     }
 
+    /// Whether its pages, though they can leave, would wait for who knows how long.
+    pub fn is_held_up(&self, now_ns: u64) -> bool {
+        self.backing.as_ref().is_some_and(|backing| backing.is_hanging(now_ns))
+    }
+
     /// Whether it uses more than so many hundredths of its own limit.
     pub fn is_above(&self, percent: u64) -> bool {
         self.used_bytes() > self.limit.bytes() / 100 * percent

@@ -108,13 +108,15 @@ impl Store {
         self.one_flight(worker, backing, &Wanted { wants: &wants, leaving, at_leisure: false, oldest_of_all: false })
     }
 
-    /// As [`Store::reclaim`], for the first backing that anything leaves for.
+    /// As [`Store::reclaim`], for the first backing that anything leaves for. One whose medium has hung for seconds is not asked, for it would have us hang with
+    /// it; if nothing leaves for another, others are at it.
     ///
     /// # Errors
     /// What the last medium said that was asked, if nothing has left.
     pub fn reclaim_any(&self, worker: &mut Worker) -> Result<Reclaimed, MediumError> {
         worker.must_be_of(self);
-        let mut last = Ok(Reclaimed { finished: true, ..Reclaimed::default() });
+        let nothing = Reclaimed { finished: true, ..Reclaimed::default() };
+        let (mut last, mut is_any_hanging) = (Ok(nothing), false);
         for nth in 0.. {
             let backing = match self.registry.lock().pools().get(nth) {
                 None => break,
@@ -122,12 +124,16 @@ impl Store {
                 Some(_) => None,
             };
             let Some(backing) = backing else { continue };
+            if backing.is_hanging(worker.now_ns()) {
+                is_any_hanging = true;
+                continue;
+            }
             last = self.reclaim(worker, &backing);
             if last.is_ok_and(|done| done.is_busy || done.pages > 0 || done.freed_bytes > 0) {
-                break;
+                return last;
             }
         }
-        last
+        if is_any_hanging { Ok(Reclaimed { is_busy: true, ..nothing }) } else { last }
     }
 
     /// Whether any pool's pages can leave memory, as far as is known.

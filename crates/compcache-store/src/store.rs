@@ -34,6 +34,8 @@ pub struct Store {
     workers: AtomicUsize,
     pools: AtomicU64,
     age: AtomicU8,
+    /// When somebody who asked first did so last.
+    age_advanced_ns: AtomicU64,
     /// Bytes of objects that have left memory, or have become smaller, since that was last made up for by compacting.
     pub(crate) held_back: AtomicU64,
 }
@@ -59,6 +61,7 @@ impl Store {
             workers: AtomicUsize::new(0),
             pools: AtomicU64::new(0),
             age: AtomicU8::new(0),
+            age_advanced_ns: AtomicU64::new(0),
             held_back: AtomicU64::new(0),
         }))
     }
@@ -154,6 +157,17 @@ impl Store {
     /// Begins the next age. 256 ages later it is the same again, so whoever looks for old pages looks more often.
     pub fn advance_age(&self) -> u8 {
         self.age.fetch_add(1, Relaxed).wrapping_add(1)
+    }
+
+    /// Begins the next age, unless this did so less than `least_ns` before `now_ns`: of several who see to it that ages pass each may do so, and they pass
+    /// no faster. Whether it did.
+    pub fn advance_age_unless_since(&self, now_ns: u64, least_ns: u64) -> bool {
+        let passed = |then: u64| (now_ns.saturating_sub(then) >= least_ns).then_some(now_ns);
+        let is_due = self.age_advanced_ns.fetch_update(Relaxed, Relaxed, passed).is_ok();
+        if is_due {
+            self.advance_age();
+        }
+        is_due
     }
 
     /// Address and length of the ranges the store keeps its pages and tables in. A pager must not evict them.

@@ -16,6 +16,7 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -92,6 +93,8 @@ pub struct Vm {
     memory_mib: u32,
     network: bool,
     disk_mib: Option<u64>,
+    /// Where its files are while it runs; else where temporary ones are.
+    directory: Option<PathBuf>,
 }
 
 impl Vm {
@@ -110,6 +113,7 @@ impl Vm {
             memory_mib: 1536,
             network: false,
             disk_mib: None,
+            directory: None,
         };
         let busybox = find_program("busybox").ok_or_else(|| io::Error::other("busybox is not on the path"))?;
         for directory in ["/proc", "/sys", "/dev", "/tmp"] {
@@ -144,6 +148,12 @@ impl Vm {
     pub fn disk(&mut self, mib: u64) -> io::Result<()> {
         self.disk_mib = Some(mib);
         self.module("virtio_blk", "")
+    }
+
+    /// Its files are to be in a directory of their own in this one while it runs, and nothing else of it anywhere. The emulator's command line names
+    /// them.
+    pub fn directory(&mut self, path: &Path) {
+        self.directory = Some(path.to_owned());
     }
 
     /// Lines that the first process runs before it becomes, by exec, the shell that runs the script: so that all of its memory
@@ -221,7 +231,8 @@ impl Vm {
         writer.finish().map(drop)
     }
 
-    /// Starts the machine, runs `script` as its first process, and returns what that printed.
+    /// Starts the machine, runs `script` as its first process, and returns what that printed. The emulator ends with the thread that calls this, however
+    /// that ends.
     ///
     /// # Errors
     /// The machine did not end within `patience`, or the script did not: with all that was printed.
@@ -238,7 +249,10 @@ impl Vm {
         self.entry("/init", FILE, init.as_bytes())?;
         self.entry("/script", FILE, script.as_bytes())?;
         newc::trailer(&mut self.archive)?;
-        let directory = tempfile::tempdir()?;
+        let directory = match &self.directory {
+            Some(path) => tempfile::tempdir_in(path)?,
+            None => tempfile::tempdir()?,
+        };
         let [disk, console, monitor] = ["initrd", "console", "monitor"].map(|name| directory.path().join(name));
         fs::write(&disk, &self.archive)?;
         // No option ROM: what boots from a network is not always installed.
@@ -275,6 +289,13 @@ impl Vm {
             .args(["-append", options])
             .stdin(Stdio::null())
             .stdout(Stdio::null());
+        // SAFETY: between fork and exec one prctl(2) with numbers: no allocation, no lock. The signal comes when this thread ends, and until then it waits below.
+        unsafe {
+            command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            })
+        };
         let _processors = Processors::take(self.processors);
         let mut machine = command.spawn()?;
         for _ in 1..STARTS {

@@ -151,8 +151,14 @@ impl Disk {
     /// Has some blocks leave memory, this disk's or others', or waits for another thread that does. `false`: none can.
     fn make_room(&self, worker: &mut Worker, failed: &StoreError) -> bool {
         let store = self.pool.store();
-        let done = match failed {
-            StoreError::LimitReached { .. } if !self.reserve_only.load(Relaxed) => store.reclaim_any(worker),
+        let done = match (failed, self.pool.backing()) {
+            // Its own limit is no reason for others' blocks to leave.
+            (StoreError::LimitReached { limit_bytes, .. }, Some(own))
+                if !self.reserve_only.load(Relaxed) && *limit_bytes != store.limit_bytes() =>
+            {
+                store.reclaim(worker, own)
+            }
+            (StoreError::LimitReached { .. }, _) if !self.reserve_only.load(Relaxed) => store.reclaim_any(worker),
             // The reserve is used up, however far the limit is. Who is swapped to writes to nothing but his own backing: a file, which
             // others may have, takes memory.
             _ => store.write_back(worker, &self.pool, Leaving::Oldest),

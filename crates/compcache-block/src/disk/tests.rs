@@ -378,6 +378,23 @@ fn a_disk_without_a_backing_has_others_blocks_leave_at_the_limit_of_all() {
 }
 
 #[test]
+fn a_disk_at_its_own_limit_has_its_own_blocks_leave_and_no_others() {
+    let other = disk_on_backing(10 << 20, 64 << 20);
+    let store = other.pool().store().clone();
+    let medium = Box::new(FileMedium::new(tempfile::tempfile().unwrap().into()));
+    let config = BackingConfig { capacity_bytes: 64 << 20, segment_bytes: 256 << 10 };
+    let backing = Backing::new(medium, config).unwrap();
+    let own = store.create_pool_on(PoolConfig { limit_bytes: 1 << 20, ..PoolConfig::default() }, &backing).unwrap();
+    let own = Arc::new(Disk::new(own, 64 << 20).unwrap());
+    let data = noise(8 << 20, 1);
+    assert_eq!(other.clone().lane().unwrap().write(0, &data, WAITING), DONE);
+    assert_eq!(other.stats().bd_count, 0, "it fits");
+    assert_eq!(own.clone().lane().unwrap().write(0, &data, WAITING), DONE);
+    assert!(own.stats().bd_count > 1500, "{:?}", own.stats());
+    assert_eq!(other.stats().bd_count, 0, "another's limit is none of its");
+}
+
+#[test]
 fn where_the_reserve_is_used_up_blocks_leave_for_the_backing() {
     let disk = disk_on_backing(u64::MAX, 64 << 20);
     let store = disk.pool().store().clone();

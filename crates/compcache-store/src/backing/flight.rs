@@ -395,7 +395,11 @@ impl Backing {
             self.gather_anew();
             return Ok(Flown::default());
         }
-        if let Err(error) = sealed.and_then(|()| self.medium.write_at(offset_bytes, &flight.image)) {
+        let since = &self.writing_since_ns[flight.nth];
+        since.store(worker.now_ns().max(1), Relaxed);
+        let written = sealed.and_then(|()| self.medium.write_at(offset_bytes, &flight.image));
+        since.store(0, Relaxed);
+        if let Err(error) = written {
             self.counts.failed_writes.fetch_add(1, Relaxed);
             if error != MediumError::NoSpace {
                 self.segments.lock().failed(begun);

@@ -200,8 +200,9 @@ impl Backing {
     pub(super) fn gather(&self, store: &Store, worker: &mut Worker, flight: &mut Flight, wanted: &Wanted<'_>) {
         let wants = |pool: &PoolCore| pool.is_on(self) && (wanted.wants)(pool);
         // Those that go here count whatever the health is: what is taken now leaves if this flight arrives.
+        let now_ns = worker.now_ns();
         let counts = |pool: &PoolCore| match wanted.oldest_of_all {
-            true => pool.is_on(self) || pool.can_leave(),
+            true => pool.is_on(self) || pool.can_leave() && !pool.is_held_up(now_ns),
             false => wants(pool),
         };
         let mut plan = self.plan.lock();

@@ -84,8 +84,6 @@ const _: () = assert!(size_of::<Segment>() == 16);
 // SAFETY: numbers, and a state whose first variant, `Free` with `false` twice, is all zeroes.
 unsafe impl Zeroable for Segment {}
 
-/// A segment fuller than this many 16ths is not cleaned: the gain would not pay for the reading and writing.
-const CLEANED_16THS: u64 = 15;
 /// When more writes than this failed one after the other, and then one did not, it was not for where they went.
 const FAILURES_FEW: u32 = 8;
 /// Where there is no room, so large a share of the segments keeps its own though it is free: more than is free when cleaning begins.
@@ -479,11 +477,11 @@ impl Segments {
         Some(self.table[begun.segment as usize].live_bytes.into())
     }
 
-    /// The segment that is best cleaned now, and whose live records should fit into `room` bytes. It is not chosen again before
-    /// [`Segments::cleaned`].
+    /// The segment that is best cleaned now, and whose live records should fit into `room` bytes, with an eighth to spare: one that is fuller than eight
+    /// ninths gains too little. It is not chosen again before [`Segments::cleaned`].
     pub fn choose(&mut self, room: u64) -> Option<Begun> {
         let whole = self.segment_bytes;
-        let fits = |live: u64| live + live / 8 <= room && live * 16 <= whole * CLEANED_16THS;
+        let fits = |live: u64| live + live / 8 <= room;
         let worth = |segment: &Segment| {
             let live = u64::from(segment.live_bytes);
             // What copies of the process may read stays in use, however little of it is wanted here: nothing is won by emptying it.

@@ -93,3 +93,68 @@ fn a_segment_that_dies_and_is_written_again_while_it_is_read_is_no_damage_and_ca
     assert!(at.fetch(survivor).unwrap() == noise(survivor, 1));
     assert_eq!(at.backing.stats().live_bytes, at.pool.stats().bd_bytes);
 }
+
+/// Opens it, also where an assertion fails: who is behind it is waited for.
+struct Opens<'g>(&'g Gate);
+
+impl Drop for Opens<'_> {
+    fn drop(&mut self) {
+        *self.0.closed.lock().unwrap() = false;
+        self.0.moved.notify_all();
+    }
+}
+
+/// Of whose medium nothing is heard for seconds, nobody asks anything, unless there is no other.
+#[test]
+fn a_medium_that_hangs_holds_up_its_own_pages_alone() {
+    static NOW: AtomicU64 = AtomicU64::new(1);
+    let now = || NOW.load(Ordering::SeqCst);
+    let gate = Arc::new(Gate {
+        memory: Memory::new(1, Faults::NONE).medium(),
+        closed: Mutex::new(true),
+        moved: Condvar::new(),
+        waiting: AtomicBool::new(false),
+    });
+    let mut hanging = place(Box::new(Gated(gate.clone())), config(100));
+    let store = hanging.store.clone();
+    let backing = Backing::new(Memory::new(2, Faults::NONE).medium(), config(100)).unwrap();
+    let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
+    let mut worker = Worker::new(&store, now).unwrap();
+    (0..300).for_each(|index| hanging.write(index, &heap(index, 1)));
+    pass_ages(&store, 5);
+    (0..300).for_each(|index| _ = pool.write(&mut worker, PageIndex(index), &heap(index, 2)).unwrap());
+    store.set_limit_bytes(store.mem_used_total_bytes());
+    std::thread::scope(|scope| {
+        let opens = Opens(&gate);
+        scope.spawn(|| {
+            let mut worker = Worker::new(&store, now).unwrap();
+            store.reclaim(&mut worker, &hanging.backing).unwrap();
+        });
+        while !gate.waiting.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        // What leaves first is what is colder, and it is on its way.
+        assert_eq!(store.reclaim(&mut worker, &backing).unwrap().pages, 0);
+        NOW.store(10_000_000_000, Ordering::SeqCst);
+        reclaim_any(&mut worker, &store);
+        let left = pool.stats().bd_count;
+        assert!((1..300).contains(&left), "{left} pages have left");
+        // Who has nothing else waits until it is heard of.
+        store.set_limit_bytes(1);
+        let done = reclaim_any(&mut worker, &store);
+        assert!(done.is_busy && pool.stats().bd_count == 300, "{done:?}");
+        drop(opens);
+    });
+    reclaim_any(&mut worker, &store);
+    assert_eq!(hanging.pool.stats().bd_count, 300);
+    store.set_limit_bytes(u64::MAX);
+    (0..300).for_each(|index| assert!(hanging.fetch(index).unwrap() == heap(index, 1)));
+}
+
+#[test]
+fn ages_pass_no_faster_however_many_see_to_it() {
+    let store = Store::new(StoreConfig { reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap();
+    let passed = |now_ns| store.advance_age_unless_since(now_ns, 100);
+    assert_eq!([1000, 1000, 1099, 1100, 1150, 5000].map(passed), [true, false, false, true, false, true]);
+    assert_eq!(store.age(), 3);
+}

@@ -60,6 +60,8 @@ const BACKING_BYTES_MAX: u64 = 512 << 30;
 /// An age is over when so large a share of what is stored was read or written.
 const AGE_SHARE: u64 = 16;
 const AGE_LEAST_PAGES: u64 = 256;
+/// And that the default time after which blocks are cold is less than the 256 ages that they know.
+const AGE_LEAST_NS: u64 = 250_000_000;
 /// Where it can be said that blocks leave.
 const ABOVE_PERCENTS: std::ops::RangeInclusive<u8> = 10..=95;
 const NS_PER_S: u64 = 1_000_000_000;
@@ -417,7 +419,10 @@ impl Reclaimer {
             self.tell();
             if tidied.elapsed() >= BETWEEN_ATTEMPTS {
                 self.relieve(tidied.elapsed());
-                self.backing.tidy(|| !self.stop.load(Ordering::Acquire));
+                // What is to leave does not wait until all that nobody uses any more is given back.
+                let is_wanted =
+                    || !in_vain && self.backing.health() == Health::Good && self.store.wants_reclaim(&self.backing);
+                self.backing.tidy(|| !self.stop.load(Ordering::Acquire) && !is_wanted());
                 tidied = Instant::now();
             }
             thread::park_timeout(BETWEEN_LOOKS);
@@ -478,7 +483,7 @@ impl Reclaimer {
         let used_pages = stats.num_reads + stats.num_writes;
         if used_pages - self.used_pages >= (stats.pages_stored() / AGE_SHARE).max(AGE_LEAST_PAGES) {
             self.used_pages = used_pages;
-            self.store.advance_age();
+            self.store.advance_age_unless_since(clock_ns(), AGE_LEAST_NS);
         }
     }
 
