@@ -8,7 +8,7 @@ TARGET    := $(abspath $(or $(CARGO_TARGET_DIR),target))
 RELEASE   := $(TARGET)/release
 WORKSPACE := --workspace --exclude compcache-preload
 
-.PHONY: all build bench-build demo test bench check ci install man clean
+.PHONY: all build bench-build demo test-build test bench check ci install man clean
 
 all: build
 
@@ -17,12 +17,16 @@ build:
 	$(CARGO) build --release -p compcache
 	$(CARGO) build --release -p compcache-preload
 
+# All in one call, so that what they have in common is built once: with the features of `compcache` alone, for nobody else asks for more.
 bench-build: build
-	$(CARGO) build --release -p compcache-bench
+	$(CARGO) build --release -p compcache -p compcache-bench -p compcache-testkit
 
 # A real program in two fifths of what it needs, beside the kernel's zram where the machine has it.
 demo: bench-build
 	python3 demo/run.py $(RELEASE)
+
+test-build:
+	$(CARGO) test $(WORKSPACE) --no-run --lib --bins --tests --examples
 
 # One test more at a time than there are processors: most end-to-end tests wait part of their time.
 test: export RUST_TEST_THREADS ?= $(shell expr $$(nproc) + 1)
@@ -34,7 +38,6 @@ test: export COMPCACHE_SKIPS = $(TARGET)/skipped
 # One that hangs is ended, says where, and costs no more than itself.
 test: export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER = $(abspath .ci/watched)
 test: build
-	$(CARGO) build --release -p compcache-testkit --bin memory-tester
 	@rm -f $(COMPCACHE_SKIPS) && touch $(COMPCACHE_SKIPS)
 	@status=0; \
 	$(CARGO) test $(WORKSPACE) --no-fail-fast --lib --bins --tests --examples || status=1; \

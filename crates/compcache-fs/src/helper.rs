@@ -31,11 +31,16 @@ pub fn mount(target: &Path, options: &str) -> io::Result<OwnedFd> {
     if !output.status.success() {
         return Err(io::Error::other(said(&output)));
     }
-    // Sent before it ended.
+    // Nobody serves it without.
+    handed_over(&ours).inspect_err(|_| detach(target))
+}
+
+/// What a helper that has ended has sent.
+fn handed_over(socket: &OwnedFd) -> io::Result<OwnedFd> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut handed = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    recvmsg(&ours, &mut [IoSliceMut::new(&mut [0])], &mut handed, flags)?;
+    recvmsg(socket, &mut [IoSliceMut::new(&mut [0])], &mut handed, flags)?;
     let connection = handed.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
         _ => None,
@@ -76,9 +81,19 @@ pub fn unmount(target: &Path) -> Result<(), FsError> {
     Err(FsError::Unmount { path, error: io::Error::other(said) })
 }
 
+/// Takes what lies on top at `target` out of the tree, whoever uses it.
+pub fn detach(target: &Path) {
+    let mut helper = Command::new(PROGRAM);
+    helper.args([OsStr::new("-u"), OsStr::new("-z"), OsStr::new("--"), target.as_os_str()]).stdin(Stdio::null());
+    let _ = ended(&mut helper);
+}
+
 fn ended(helper: &mut Command) -> io::Result<Output> {
     helper.output().map_err(|error| {
-        io::Error::new(error.kind(), format!("the program {PROGRAM} (package fuse3) cannot be run: {error}"))
+        io::Error::new(
+            error.kind(),
+            format!("the program {PROGRAM} (package fuse3) cannot be run, or waited for: {error}"),
+        )
     })
 }
 

@@ -425,7 +425,9 @@ fn connect_once(
     };
     // The kernel lets in whom it may.
     Session::from_fd(tree, device, SessionACL::All, config).inspect_err(|_| {
-        let _ = rustix::mount::unmount(target, UnmountFlags::DETACH).or_else(|_| helper::unmount(target));
+        if rustix::mount::unmount(target, UnmountFlags::DETACH).is_err() {
+            helper::detach(target);
+        }
     })
 }
 

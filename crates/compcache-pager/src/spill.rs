@@ -27,6 +27,7 @@
 mod copies;
 mod device_time;
 mod files;
+mod orders;
 
 use crate::lock::{self, Mutex};
 use crate::memory::PAGE;
@@ -48,6 +49,7 @@ use core::ffi::{CStr, c_void};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use device_time::DeviceTime;
 use files::{PartFiles, PartMedium, unnamed_file};
+use orders::{ORDERS, Orders, Progress};
 use rustix::io::Errno;
 
 /// Files that a process can have pages in: its own, and those of its ancestors.
@@ -58,8 +60,6 @@ pub const FETCHERS: usize = 4;
 pub const THREADS: usize = FETCHERS + 1;
 /// Them, and the handler, which is the first.
 const READERS: usize = 1 + FETCHERS;
-/// Records ordered or read and not used yet.
-const ORDERS: usize = 32;
 /// Forks whose children may still read what this process wrote; with more of them, the last ones are waited for together.
 const HOLDS: usize = 16;
 /// A part is at most a quarter of what a store can address.
@@ -85,27 +85,10 @@ const KNOWN_BYTES: u64 = 256 << 10;
 const RETRY_NS: u64 = 1_000_000_000;
 /// And between two when nothing is worth being written.
 const IN_VAIN_NS: u64 = 5_000_000;
-/// Who waits for a page, and is woken, comes for it sooner.
-const COLLECTED_NS: u64 = 10_000_000;
 /// Between two times that unused room is given back.
 const TIDY_NS: u64 = 2_000_000_000;
 /// An age is over when so large a share of what is stored was written anew.
 const AGE_SHARE: u64 = 16;
-
-/// Who has the buffer of an order.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Progress {
-    /// Nobody.
-    Free,
-    /// Whoever reads next.
-    Wanted,
-    /// A fetcher, or the handler.
-    Reading,
-    /// The handler: the record is there.
-    Ready,
-    /// The handler: it could not be read.
-    Failed,
-}
 
 /// An order, and where it stands, for who has taken it.
 #[derive(Clone, Copy)]
@@ -113,25 +96,6 @@ struct Taken {
     place: usize,
     page: u64,
     record: Record,
-}
-
-/// A page that is to be read.
-#[derive(Clone, Copy)]
-struct Order {
-    progress: Progress,
-    page: u64,
-    record: Option<Record>,
-    /// Smaller is older.
-    number: u64,
-    /// When somebody ordered it who waits for it; not if it was ordered ahead.
-    asked_ns: Option<u64>,
-    /// When somebody was last known to wait for it.
-    awaited_ns: Option<u64>,
-}
-
-struct Orders {
-    orders: [Order; ORDERS],
-    number: u64,
 }
 
 /// What became of the attempt to read a page that is in the file.
@@ -157,7 +121,7 @@ pub struct Spill {
     backing: Arc<Backing>,
     files: Arc<PartFiles>,
     path: Box<[u8]>,
-    orders: Mutex<Orders>,
+    orders: Mutex<Orders<Record>>,
     buffers: [UnsafeCell<Fetcher>; ORDERS],
     /// Memory of the buffers above and below that has ever been used.
     touched_bytes: AtomicU64,
@@ -524,7 +488,7 @@ impl Spill {
         batch.clear();
         let (mut taken, mut places, mut wanted) = ([None; ORDERS], [(0, 0); ORDERS], 0);
         let mut orders = self.orders.lock();
-        for (place, order) in orders.orders.iter().enumerate() {
+        for (place, order) in orders.all.iter().enumerate() {
             if order.progress == Progress::Wanted {
                 let number = if Some(order.page) == page { 0 } else { order.number };
                 places[wanted] = (number, place);
@@ -537,7 +501,7 @@ impl Spill {
         }
         let mut count = 0;
         for (_, place) in &places[..wanted] {
-            let order = &mut orders.orders[*place];
+            let order = &mut orders.all[*place];
             if let Some(record) = order.record.filter(|record| self.backing.add_to(batch, *record)) {
                 order.progress = Progress::Reading;
                 taken[count] = Some(Taken { place: *place, page: order.page, record });
@@ -556,24 +520,21 @@ impl Spill {
         if are_read && taken[0].is_some() {
             self.device.note(clock_ns() - begun_ns);
         }
-        let mut progress = [Progress::Free; ORDERS];
+        let mut read = [false; ORDERS];
         for Taken { place, record, .. } in taken.iter().flatten() {
             // SAFETY: the order is being read: this thread alone has its buffer.
             let buffer = unsafe { &mut *self.buffers[*place].get() };
             before += buffer.touched_bytes();
-            let is_read = match are_read {
+            read[*place] = match are_read {
                 true => batch.hand_to(*record, buffer),
                 // If one of them cannot be read, others can.
                 false => self.backing.fetch(*record, buffer).is_ok(),
             };
             after += buffer.touched_bytes();
-            progress[*place] = if is_read { Progress::Ready } else { Progress::Failed };
         }
         self.touched_bytes.fetch_add((after - before) as u64, Relaxed);
-        let mut orders = self.orders.lock();
-        for place in taken.iter().flatten().map(|taken| taken.place) {
-            orders.orders[place].progress = progress[place];
-        }
+        let (mut orders, now_ns) = (self.orders.lock(), clock_ns());
+        taken.iter().flatten().for_each(|taken| orders.end(taken.place, read[taken.place], now_ns));
     }
 
     /// Has a fetcher look for orders.
@@ -583,32 +544,12 @@ impl Spill {
     }
 
     /// Orders a page that is in the file; [`Spill::ring_for_orders`] is to follow. False when it is asked for and there no more, or there
-    /// is no buffer for it: one that nobody waits for, or comes for, is taken only for a page that somebody waits for.
+    /// is no buffer for it ([`Orders::place`]).
     pub fn order(&self, pool: &Pool, worker: &mut Worker, page: u64, is_asked: bool) -> bool {
         // What is in the pool, or in the file no more, need not come from there; who waits for it is to ask again.
         let Some(record) = pool.record_of(worker, PageIndex(page)) else { return !is_asked };
-        let mut orders = self.orders.lock();
         let asked_ns = is_asked.then(clock_ns);
-        let is_there = |order: &&mut Order| order.progress != Progress::Free && order.page == page;
-        if let Some(order) = orders.orders.iter_mut().find(is_there) {
-            order.awaited_ns = asked_ns.or(order.awaited_ns);
-            return true;
-        }
-        let free = orders.orders.iter().position(|order| order.progress == Progress::Free);
-        let unused = || {
-            let read = |order: &Order| matches!(order.progress, Progress::Ready | Progress::Failed);
-            // Who waits for one collects it soon, and would have to have it read once more.
-            let now_ns = asked_ns?;
-            let is_given_up = |since: u64| now_ns.saturating_sub(since) > COLLECTED_NS;
-            let may_go = |(_, order): &(usize, &Order)| read(order) && order.awaited_ns.is_none_or(is_given_up);
-            let unused = orders.orders.iter().enumerate().filter(may_go);
-            unused.min_by_key(|(_, order)| (order.awaited_ns.is_some(), order.number)).map(|(place, _)| place)
-        };
-        let Some(place) = free.or_else(unused) else { return false };
-        orders.number += 1;
-        let (number, progress) = (orders.number, Progress::Wanted);
-        orders.orders[place] = Order { progress, page, record: Some(record), number, asked_ns, awaited_ns: asked_ns };
-        true
+        self.orders.lock().place(page, record, asked_ns)
     }
 
     /// Whether a read takes so little that others may wait for the handler meanwhile.
@@ -632,18 +573,12 @@ impl Spill {
 
     /// Whether a page's order has come to an end.
     pub fn is_ready(&self, page: u64) -> bool {
-        let orders = self.orders.lock();
-        let read = |order: &Order| matches!(order.progress, Progress::Ready | Progress::Failed);
-        orders.orders.iter().any(|order| order.page == page && read(order))
+        self.orders.lock().ended(page).is_some()
     }
 
     /// Reads a page from its order, which ends. Only the handler calls this.
     pub fn take(&self, pager: &Pager, worker: &mut Worker, page: u64, into: &mut Page) -> Fetched {
-        let found = {
-            let orders = self.orders.lock();
-            let read = |order: &Order| matches!(order.progress, Progress::Ready | Progress::Failed);
-            orders.orders.iter().position(|order| order.page == page && read(order)).map(|at| (at, orders.orders[at]))
-        };
+        let found = self.orders.lock().ended(page);
         let Some((place, order)) = found else { return Fetched::Not };
         if let Some(asked_ns) = order.asked_ns {
             note_time(&self.read_ns, asked_ns);
@@ -661,7 +596,7 @@ impl Spill {
         } else {
             Fetched::Not
         };
-        self.orders.lock().orders[place].progress = Progress::Free;
+        self.orders.lock().all[place].progress = Progress::Free;
         self.count_read(pager, fetched);
         fetched
     }
@@ -716,8 +651,6 @@ pub struct SpillParts {
 impl SpillParts {
     /// All of it, with the buffers of its threads.
     pub fn finish(self, worker: impl Fn() -> Result<Worker, StoreError>) -> Result<Spill, StoreError> {
-        let order =
-            Order { progress: Progress::Free, page: 0, record: None, number: 0, asked_ns: None, awaited_ns: None };
         // All of them, or none.
         let mut buffers = [const { None }; ORDERS];
         for buffer in &mut buffers {
@@ -732,7 +665,7 @@ impl SpillParts {
             backing: self.backing,
             files: self.files,
             path: self.path,
-            orders: Mutex::new(Orders { orders: [order; ORDERS], number: 0 }),
+            orders: Mutex::new(Orders::new()),
             touched_bytes: AtomicU64::new(0),
             buffers: buffers.map(|buffer| UnsafeCell::new(buffer.expect("made above"))),
             batches: batches.map(|batch| UnsafeCell::new(batch.expect("made above"))),

@@ -155,8 +155,10 @@ struct Counts {
     daily_waits: AtomicU64,
 }
 
-/// A medium that writes a segment for longer hangs: the slowest disk takes a tenth of that.
-const HANGING_NS: u64 = 3_000_000_000;
+/// Who writes a segment for longer has others look elsewhere first.
+pub(crate) const SLOW_NS: u64 = 100_000_000;
+/// And then it hangs, as far as one can tell: 16 MiB go to a disk of 5 MB/s meanwhile.
+pub(crate) const HANGING_NS: u64 = 4_000_000_000;
 
 /// Room outside memory for the pages of one pool, or of several. The pools that are made with it
 /// ([`Store::create_pool_on`](crate::Store::create_pool_on)) keep it.
@@ -263,10 +265,10 @@ impl Backing {
         *self.health.lock()
     }
 
-    /// Whether the medium has had a segment for so long that nobody should count on it. That may end at any moment.
-    pub(crate) fn is_hanging(&self, now_ns: u64) -> bool {
+    /// Whether the medium has had a segment to write for longer than `longest_ns`. That may end at any moment.
+    pub(crate) fn has_written_for(&self, longest_ns: u64, now_ns: u64) -> bool {
         let since = |since: &AtomicU64| since.load(Relaxed);
-        self.writing_since_ns.iter().map(since).any(|since| since != 0 && now_ns.saturating_sub(since) > HANGING_NS)
+        self.writing_since_ns.iter().map(since).any(|since| since != 0 && now_ns.saturating_sub(since) > longest_ns)
     }
 
     /// Gives room that nothing is in back to where the backing lies, but for a few segments that are written to soon, as long as

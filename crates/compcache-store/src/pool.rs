@@ -38,7 +38,7 @@ pub use write::Written;
 pub(crate) use write::form;
 
 use crate::arena::Arena;
-use crate::backing::{Backing, FLIGHTS, Health, record::record_bytes};
+use crate::backing::{Backing, FLIGHTS, HANGING_NS, Health, record::record_bytes};
 use crate::codec::Codec;
 use crate::config::PoolConfig;
 use crate::error::StoreError;
@@ -118,7 +118,7 @@ impl PoolCore {
 
     /// Whether its pages, though they can leave, would wait for who knows how long.
     pub fn is_held_up(&self, now_ns: u64) -> bool {
-        self.backing.as_ref().is_some_and(|backing| backing.is_hanging(now_ns))
+        self.backing.as_ref().is_some_and(|backing| backing.has_written_for(HANGING_NS, now_ns))
     }
 
     /// Whether it uses more than so many hundredths of its own limit.

@@ -22,7 +22,7 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use crate::backing::{Backing, Flown, Health, MediumError, Wanted};
+use crate::backing::{Backing, Flown, Health, MediumError, SLOW_NS, Wanted};
 use crate::pool::{Pool, PoolCore};
 use crate::store::Store;
 use crate::worker::Worker;
@@ -49,6 +49,8 @@ pub struct Reclaimed {
     pub object_bytes: u64,
     /// Another thread is at it; this one did nothing.
     pub is_busy: bool,
+    /// Another thread is at it, and has been for long; look again in a while.
+    pub is_held_up: bool,
     /// There is nothing more to do, or nothing more can be done now. `false`: call again.
     pub finished: bool,
 }
@@ -108,15 +110,15 @@ impl Store {
         self.one_flight(worker, backing, &Wanted { wants: &wants, leaving, at_leisure: false, oldest_of_all: false })
     }
 
-    /// As [`Store::reclaim`], for the first backing that anything leaves for. One whose medium has hung for seconds is not asked, for it would have us hang with
-    /// it; if nothing leaves for another, others are at it.
+    /// As [`Store::reclaim`], for the first backing that anything leaves for. One whose medium has been writing for long is not asked, for we could come to wait
+    /// for it as well; if nothing leaves for another, it is held up.
     ///
     /// # Errors
     /// What the last medium said that was asked, if nothing has left.
     pub fn reclaim_any(&self, worker: &mut Worker) -> Result<Reclaimed, MediumError> {
         worker.must_be_of(self);
         let nothing = Reclaimed { finished: true, ..Reclaimed::default() };
-        let (mut last, mut is_any_hanging) = (Ok(nothing), false);
+        let (mut last, mut is_held_up) = (Ok(nothing), false);
         for nth in 0.. {
             let backing = match self.registry.lock().pools().get(nth) {
                 None => break,
@@ -124,8 +126,8 @@ impl Store {
                 Some(_) => None,
             };
             let Some(backing) = backing else { continue };
-            if backing.is_hanging(worker.now_ns()) {
-                is_any_hanging = true;
+            if backing.has_written_for(SLOW_NS, worker.now_ns()) {
+                is_held_up = true;
                 continue;
             }
             last = self.reclaim(worker, &backing);
@@ -133,7 +135,7 @@ impl Store {
                 return last;
             }
         }
-        if is_any_hanging { Ok(Reclaimed { is_busy: true, ..nothing }) } else { last }
+        if is_held_up { Ok(Reclaimed { is_held_up, ..nothing }) } else { last }
     }
 
     /// Whether any pool's pages can leave memory, as far as is known.
@@ -160,7 +162,7 @@ impl Store {
         }
         let freed_bytes = used.saturating_sub(self.mem_used_total_bytes());
         let is_stuck = pages == 0 && (freed_bytes == 0 || backing.health() != Health::Good);
-        Ok(Reclaimed { pages, freed_bytes, object_bytes, is_busy, finished: is_stuck })
+        Ok(Reclaimed { pages, freed_bytes, object_bytes, finished: is_stuck, ..Reclaimed::default() })
     }
 
     fn is_above(&self, backing: &Backing, percent: u64) -> bool {

@@ -38,6 +38,8 @@ const OLDEST_THAT_WRITES_BACK: (u32, u32) = (6, 6);
 const OLDEST_THAT_PASSES: (u32, u32) = (6, 9);
 /// Nobody else changes such a tree; what the kernel has not looked up for a while it may as well.
 const EXCLUSIVE_REMEMBERED: Duration = Duration::from_secs(60);
+/// From when the kernel aborts a connection to when it has unmounted what is not in use, at the most.
+const ABORTED: Duration = Duration::from_millis(200);
 
 /// Mounts, and serves until it is unmounted. `arguments` are all that this program was given.
 pub fn mount(args: MountArgs, arguments: &[OsString]) -> ExitCode {
@@ -118,7 +120,12 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
     ends.close();
     drop(watcher.join());
     served.context("the connection to the kernel failed")?;
-    if at.is_dead() {
+    let is_aborted = at.is_dead() && {
+        // The kernel aborts it first, and may be about to unmount it.
+        thread::sleep(ABORTED);
+        at.is_dead()
+    };
+    if is_aborted {
         let place = at.path().display();
         bail!(
             "the kernel has aborted the connection (umount -f, or somebody by /sys/fs/fuse/connections): nobody serves {place} any more.\n  \
@@ -259,6 +266,14 @@ fn unmounted(args: &UmountArgs) -> anyhow::Result<()> {
     match uppermost(&mounts, &target) {
         Some(mounted) if mounted.kind == KIND.as_bytes() => {
             if args.dead && !has_dead_server(&target) {
+                // To whom it does not let in, the kernel says nothing of a server.
+                let user = format!("user_id={}", geteuid().as_raw());
+                let has = |option: &str| {
+                    mounted.super_options.split(|byte| *byte == b',').any(|one| one == option.as_bytes())
+                };
+                if !has(&user) && !has("allow_other") {
+                    bail!("{} is another user's mount; run this as that user", target.display());
+                }
                 return Ok(());
             }
             compcache_fs::unmount(&target).map_err(FsError::into)

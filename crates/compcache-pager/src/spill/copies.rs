@@ -187,7 +187,7 @@ impl Spill {
         // SAFETY: as above.
         let batches = self.batches.iter().map(|batch| unsafe { &*batch.get() }.touched_bytes()).sum::<usize>();
         self.touched_bytes.store((buffers + batches) as u64, Relaxed);
-        self.orders.lock().orders.iter_mut().for_each(|order| order.progress = Progress::Free);
+        self.orders.lock().all.iter_mut().for_each(|order| order.progress = Progress::Free);
         // The parent's descriptors. The page that is mapped stays: that is what the parent waits for.
         self.holds.lock().iter_mut().for_each(|hold| core::mem::forget(hold.take()));
         self.held_at.store(0, Release);

@@ -60,8 +60,9 @@ const BACKING_BYTES_MAX: u64 = 512 << 30;
 /// An age is over when so large a share of what is stored was read or written.
 const AGE_SHARE: u64 = 16;
 const AGE_LEAST_PAGES: u64 = 256;
-/// And that the default time after which blocks are cold is less than the 256 ages that they know.
-const AGE_LEAST_NS: u64 = 250_000_000;
+/// And that blocks, which know 256 ages, are still known to be cold when recompression comes to them: that is after a minute by default, and comes each
+/// quarter of that.
+const AGE_LEAST_NS: u64 = 320_000_000;
 /// Where it can be said that blocks leave.
 const ABOVE_PERCENTS: std::ops::RangeInclusive<u8> = 10..=95;
 const NS_PER_S: u64 = 1_000_000_000;
@@ -481,9 +482,9 @@ impl Reclaimer {
         let Some(pool) = self.pool.upgrade() else { return };
         let stats = pool.stats();
         let used_pages = stats.num_reads + stats.num_writes;
-        if used_pages - self.used_pages >= (stats.pages_stored() / AGE_SHARE).max(AGE_LEAST_PAGES) {
+        let is_over = used_pages - self.used_pages >= (stats.pages_stored() / AGE_SHARE).max(AGE_LEAST_PAGES);
+        if is_over && self.store.advance_age_unless_since(clock_ns(), AGE_LEAST_NS) {
             self.used_pages = used_pages;
-            self.store.advance_age_unless_since(clock_ns(), AGE_LEAST_NS);
         }
     }
 

@@ -313,7 +313,7 @@ fn a_killed_process_gives_its_share_back() {
     let _alone = alone();
     for way in ways() {
         let holds = trap_program("holds").display().to_string();
-        let script = format!("{holds} 48 60 & victim=$!; {holds} 24 20 text 24; kill -9 $victim; {holds} 24 30; wait");
+        let script = format!("{holds} 48 60 & victim=$!; {holds} 24 8 text 24; kill -9 $victim; {holds} 24 24; wait");
         let running = Program::new("sh").args(["-c", &script]).start(way, &Cap::resident_mib(32));
         sample_until("both are warm", 60, || (running.stdout_so_far().matches("warm\n").count() == 2).then_some(()));
         let before = sample_until("both are counted", 10, || {

@@ -64,7 +64,7 @@ fn memory_is_an_array_of_bytes_while_it_is_compressed_again() {
     let _shared = beside_others();
     for (way, threads) in ways().into_iter().flat_map(|way| [(way, 1), (way, 3)]) {
         let tester = Program::new(memory_tester())
-            .args(["--seed", &(40 + threads).to_string(), "--seconds", "4", "--mb", "96"])
+            .args(["--seed", &(40 + threads).to_string(), "--seconds", "2", "--mb", "64"])
             .args(["--threads", &threads.to_string()])
             .patience(150);
         must_have_made_groups(&tester.flags(AT_ONCE).paged_again_if_ended(way, &Cap::resident_mib(16)), way);
@@ -76,7 +76,7 @@ fn children_and_their_parents_have_right_memory_that_is_in_groups() {
     let _shared = beside_others();
     for way in ways() {
         for which in ["both_sides", "from_thread", "nested"] {
-            let forks = Program::new(trap_program("forks")).args([which]).env("TRAP_MB", "64").flags(AT_ONCE);
+            let forks = Program::new(trap_program("forks")).args([which]).env("TRAP_MB", "24").flags(AT_ONCE);
             must_have_made_groups(&forks.paged(way, &Cap::resident_mib(8)), way);
         }
     }
@@ -87,7 +87,7 @@ fn what_is_in_groups_and_then_in_a_file_is_right() {
     let _shared = beside_others();
     for way in ways() {
         let place = spill::place();
-        let forks = Program::new(trap_program("forks")).args(["both_sides"]).env("TRAP_MB", "96").flags(AT_ONCE);
+        let forks = Program::new(trap_program("forks")).args(["both_sides"]).env("TRAP_MB", "48").flags(AT_ONCE);
         let outcome = forks.flags(["--spill", &place.path().display().to_string()]).paged(way, &Cap::Ram(16 * MIB));
         must_have_made_groups(&outcome, way);
         assert!(outcome.stat("spill_written_pages") > 1000, "{way:?}: {}", outcome.explain());

@@ -2,8 +2,8 @@
 //!
 //! Each runs bare first: that gives the output and the peak (the largest resident size of one of its processes). Then
 //! it runs with `--resident` of a quarter of that, both ways. Servers are started under compcache and asked by a client
-//! that is not. The inputs are made here, from fixed seeds. Sizes are chosen so that a paged run takes at most ten seconds,
-//! and a bare one still works on 40 MiB and more: what goes over its memory at random is given less of it.
+//! that is not. The inputs are made here, from fixed seeds. Sizes are chosen so that a paged run takes some seconds at most,
+//! and a bare one still works on 20 MiB and more: what goes over its memory at random is given less of it.
 
 mod servers;
 pub mod sources;
@@ -118,7 +118,7 @@ fn java_prints_the_same() {
 fn sort_prints_the_same() {
     if has(&["sort"]) {
         let dir = scratch();
-        let lines = write(dir.path(), "lines", sources::lines(420_000));
+        let lines = write(dir.path(), "lines", sources::lines(220_000));
         let sort = Program::new("sort").args(["-S", "120M", "--parallel=2", "-k2,2", "-k1,1n"]).args([lines]);
         prints_the_same(&sort.env("LC_ALL", "C").env("TMPDIR", dir.path()));
     }
@@ -137,7 +137,7 @@ fn the_cpp_compiler_prints_the_same() {
 fn rustc_prints_the_same() {
     if has(&["rustc"]) {
         let dir = scratch();
-        let source = write(dir.path(), "x.rs", sources::rust(160));
+        let source = write(dir.path(), "x.rs", sources::rust(90));
         let rustc =
             Program::new("rustc").args(["--edition=2021", "--crate-type=lib", "-Copt-level=1", "-Ccodegen-units=1"]);
         prints_the_same(&rustc.args(["--emit=asm", "-o", "-"]).args([source]).dir(dir.path()));
@@ -175,10 +175,10 @@ fn sqlite_prints_the_same() {
 fn xz_prints_the_same() {
     if has(&["xz"]) {
         let dir = scratch();
-        let lines = write(dir.path(), "lines", sources::lines(600_000));
+        let lines = write(dir.path(), "lines", sources::lines(320_000));
         prints_the_same(
             &Program::new("xz")
-                .args(["--lzma2=preset=1,dict=512KiB", "--threads=2", "--block-size=12MiB", "--stdout"])
+                .args(["--lzma2=preset=1,dict=512KiB", "--threads=2", "--block-size=6MiB", "--stdout"])
                 .args([lines]),
         );
     }
@@ -188,7 +188,7 @@ fn xz_prints_the_same() {
 fn zstd_with_a_large_window_prints_the_same() {
     if has(&["zstd"]) {
         let dir = scratch();
-        let lines = write(dir.path(), "lines", sources::lines(1_000_000));
+        let lines = write(dir.path(), "lines", sources::lines(520_000));
         prints_the_same(&Program::new("zstd").args(["-q", "-7", "--long=26", "-T1", "-c"]).args([lines]));
     }
 }
@@ -209,7 +209,7 @@ fn gdb_prints_the_same() {
 fn git_prints_the_same() {
     if has(&["git"]) {
         let dir = scratch();
-        let history = write(dir.path(), "history", sources::history(400));
+        let history = write(dir.path(), "history", sources::history(220));
         let git = |arguments: &[&str]| {
             let mut command = Command::new("git");
             command.args(arguments).current_dir(dir.path());
@@ -234,8 +234,8 @@ fn a_shell_pipeline_prints_the_same() {
         let dir = scratch();
         // Not `| (head; cksum)`: how much of a pipe head reads beyond its lines depends on how fast it is filled.
         let script =
-            "seq 1 1000000 | awk '{ seen[$1 % 300007] = seen[$1 % 300007] \" \" $1; print ($1 * 7919) % 100043 }
-                          END { for (i = 0; i < 300007; i++) sum += length(seen[i]); print sum }' \
+            "seq 1 500000 | awk '{ seen[$1 % 150001] = seen[$1 % 150001] \" \" $1; print ($1 * 7919) % 100043 }
+                          END { for (i = 0; i < 150001; i++) sum += length(seen[i]); print sum }' \
                       | sort -S 60M | uniq -c | sort -S 60M -rn -k1,1 -k2,2 >counts; head -5000 counts; cksum <counts";
         prints_the_same(&Program::new("sh").args(["-c", script]).dir(dir.path()).env("LC_ALL", "C"));
     }

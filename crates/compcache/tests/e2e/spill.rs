@@ -103,7 +103,7 @@ fn memory_is_an_array_of_bytes_when_most_of_it_is_in_a_file() {
     for (way, threads) in ways().into_iter().flat_map(|way| [(way, 1), (way, 4)]) {
         let place = place();
         let tester = Program::new(memory_tester())
-            .args(["--seed", &(20 + threads).to_string(), "--seconds", "6", "--mb", "160"])
+            .args(["--seed", &(20 + threads).to_string(), "--seconds", "3", "--mb", "160"])
             .args(["--threads", &threads.to_string()]);
         let outcome = spilling(tester, place.path()).patience(200).paged_again_if_ended(way, &Cap::Ram(24 * MIB));
         assert!(outcome.status.success(), "{way:?}: {}", outcome.explain());
@@ -118,8 +118,8 @@ fn what_compresses_and_is_eight_times_the_memory_is_right() {
     let _shared = beside_others();
     for way in ways() {
         let place = place();
-        let forks = Program::new(trap_program("forks")).args(["both_sides"]).env("TRAP_MB", "192");
-        let outcome = spilling(forks, place.path()).paged(way, &Cap::Ram(24 * MIB));
+        let forks = Program::new(trap_program("forks")).args(["both_sides"]).env("TRAP_MB", "128");
+        let outcome = spilling(forks, place.path()).paged(way, &Cap::Ram(16 * MIB));
         must_have_spilled(&outcome);
         assert!(is_empty(place.path()));
     }

@@ -51,7 +51,7 @@ fn machine(processors: u32, memory_mib: u32) -> Vm {
         // What is not a module is in the kernel itself.
         let _ = vm.module(module, "");
     }
-    vm.program(&release_binary("compcache", "compcache"), "/compcache").expect("a program that can be read");
+    vm.program(&release_binary("compcache"), "/compcache").expect("a program that can be read");
     vm
 }
 

@@ -41,14 +41,14 @@ pub fn redis() {
     let home = tempfile::tempdir().expect("a temporary directory");
     let socket = home.path().join("redis");
     let mut commands = String::new();
-    for i in 0..60_000 {
+    for i in 0..32_000 {
         let k = (i * 7919) % 60_013;
         commands.push_str(&format!(
             "SET key:{k} value-{i}-of-{k}-{}\r\nHSET h:{} f{i} {i}\r\n",
             "text_".repeat(i % 150),
             k % 500
         ));
-        if i == 30_000 {
+        if i == 16_000 {
             commands.push_str("BGSAVE\r\n");
         }
     }
@@ -145,8 +145,8 @@ const QUERIES: &str = "
 drop table if exists t, u;
 set synchronize_seqscans = off;
 create table t as select i as id, (i * 7919::bigint) % 100003 as k, 'name' || i % 1000 as name, repeat(md5(i::text), 3) as extra
-  from generate_series(1, 150000) i;
-create table u as select (i * 31) % 100003 as k, md5((i * 7)::text) as m from generate_series(1, 120000) i;
+  from generate_series(1, 80000) i;
+create table u as select (i * 31) % 100003 as k, md5((i * 7)::text) as m from generate_series(1, 64000) i;
 create index on t (k);
 analyze t; analyze u;
 select name, count(*), sum(k), max(extra) from t group by name order by name;

@@ -1,4 +1,4 @@
-//! What the programs run: each builds some 40 to 150 MiB of its runtime's own objects, works on them out of order, and
+//! What the programs run: each builds some 20 to 80 MiB of its runtime's own objects, works on them out of order, and
 //! prints results that depend on all of them. The less at random a program goes over them, the more of them it may have.
 
 use std::fmt::Write;
@@ -64,7 +64,7 @@ pub const PYTHON: &str = r#"
 import hashlib, json, random
 random.seed(5)
 things = {}
-for i in range(20000):
+for i in range(12000):
     things["key%d" % i] = [i, str(i) * 80, {"a": i % 97, "b": [i, i + 1]}, float(i) / 3]
 order = list(things)
 random.shuffle(order)
@@ -85,7 +85,7 @@ print("\n".join(sorted(again)[:2000]))
 
 pub const PYTHON_POOL: &str = r#"
 import hashlib, multiprocessing, threading, subprocess
-table = [bytes(str(i), "ascii") * 20 for i in range(300000)]
+table = [bytes(str(i), "ascii") * 20 for i in range(160000)]
 def work(part):
     digest = hashlib.sha256()
     for i in range(part, len(table), 8):
@@ -106,10 +106,10 @@ if __name__ == "__main__":
 pub const NODE: &str = r#"
 const crypto = require("crypto");
 const rows = new Map();
-for (let i = 0; i < 220000; i++) rows.set("row" + ((i * 7919) % 220000), { id: i, name: "n" + i, tags: ["a" + (i % 13), "b" + (i % 7)], at: i / 3 });
+for (let i = 0; i < 120000; i++) rows.set("row" + ((i * 7919) % 120000), { id: i, name: "n" + i, tags: ["a" + (i % 13), "b" + (i % 7)], at: i / 3 });
 let sum = 0;
-for (let pass = 0; pass < 3; pass++) for (let i = 0; i < 220000; i += 3) { const row = rows.get("row" + i); sum += row.id % 1000; row.tags.push("p" + pass); }
-for (let i = 0; i < 220000; i += 2) rows.delete("row" + i);
+for (let pass = 0; pass < 3; pass++) for (let i = 0; i < 120000; i += 3) { const row = rows.get("row" + i); sum += row.id % 1000; row.tags.push("p" + pass); }
+for (let i = 0; i < 120000; i += 2) rows.delete("row" + i);
 const text = JSON.stringify([...rows.values()].sort((a, b) => a.id - b.id));
 const buffer = Buffer.alloc(16 << 20);
 for (let i = 0; i < buffer.length; i += 4) buffer.writeUInt32LE((i * 2654435761) >>> 16, i);
@@ -125,12 +125,12 @@ public class Work {
     record Row(int id, String name, int[] data) {}
     public static void main(String[] arguments) throws Exception {
         Map<String, Row> rows = new HashMap<>();
-        for (int i = 0; i < 80000; i++) { int[] data = new int[24]; Arrays.fill(data, i % 17); data[i % 24] = i; rows.put("row" + i, new Row(i, "name" + i % 1000, data)); }
+        for (int i = 0; i < 44000; i++) { int[] data = new int[24]; Arrays.fill(data, i % 17); data[i % 24] = i; rows.put("row" + i, new Row(i, "name" + i % 1000, data)); }
         ExecutorService pool = Executors.newFixedThreadPool(4);
         List<Future<Long>> parts = new ArrayList<>();
         for (int part = 0; part < 8; part++) {
             final int from = part;
-            parts.add(pool.submit(() -> { long sum = 0; for (int pass = 0; pass < 2; pass++) for (int i = from; i < 80000; i += 8) { Row row = rows.get("row" + (int) ((i * 7919L) % 80000)); for (int value : row.data()) sum = sum * 31 + value; List<String> garbage = new ArrayList<>(); for (int j = 0; j < 4; j++) garbage.add(row.name() + j); sum += garbage.size(); } return sum; }));
+            parts.add(pool.submit(() -> { long sum = 0; for (int pass = 0; pass < 2; pass++) for (int i = from; i < 44000; i += 8) { Row row = rows.get("row" + (int) ((i * 7919L) % 44000)); for (int value : row.data()) sum = sum * 31 + value; List<String> garbage = new ArrayList<>(); for (int j = 0; j < 4; j++) garbage.add(row.name() + j); sum += garbage.size(); } return sum; }));
         }
         for (Future<Long> part : parts) System.out.println(part.get());
         pool.shutdown();
@@ -145,7 +145,7 @@ public class Work {
 
 pub const PERL: &str = r#"
 my (%seen, @list);
-for my $i (1 .. 16000) { my $k = ($i * 7919) % 16001; $seen{"key$k"} = { n => $i, s => "text " x ($i % 700) }; push @list, $k if $i % 3 == 0; }
+for my $i (1 .. 9000) { my $k = ($i * 7919) % 9001; $seen{"key$k"} = { n => $i, s => "text " x ($i % 700) }; push @list, $k if $i % 3 == 0; }
 my $sum = 0;
 for my $pass (1 .. 2) { for my $k (@list) { $sum += $seen{"key$k"}{n} % 101; $seen{"key$k"}{s} .= $pass; } }
 my ($crc, @some) = (0);
@@ -157,10 +157,10 @@ print "$sum $crc ", scalar(keys %seen), "\n";
 pub const AWK: &str = r#"
 BEGIN {
     for (i = 0; i < 50; i++) pad = pad "padding "
-    for (i = 0; i < 60000; i++) { k = (i * 7919) % 60013; text[k] = "value " i " of " k " " substr(pad, 1, i % 400); count[k % 1009]++ }
-    for (pass = 0; pass < 2; pass++) for (i = 0; i < 60013; i += 2) if (i in text) { sum += length(text[i]); text[i] = text[i] pass }
-    for (i = 0; i < 60013; i += 5) delete text[i]
-    for (i = 0; i < 60013; i++) if (i in text) { n++; h = (h * 31 + length(text[i])) % 1000003; if (i % 100 == 1) print text[i] }
+    for (i = 0; i < 32000; i++) { k = (i * 7919) % 32003; text[k] = "value " i " of " k " " substr(pad, 1, i % 400); count[k % 1009]++ }
+    for (pass = 0; pass < 2; pass++) for (i = 0; i < 32003; i += 2) if (i in text) { sum += length(text[i]); text[i] = text[i] pass }
+    for (i = 0; i < 32003; i += 5) delete text[i]
+    for (i = 0; i < 32003; i++) if (i in text) { n++; h = (h * 31 + length(text[i])) % 1000003; if (i % 100 == 1) print text[i] }
     for (i = 0; i < 1009; i++) print i, count[i]
     print sum, n, h
 }
@@ -170,7 +170,7 @@ pub const SQL: &str = r"
 PRAGMA cache_size = -200000;
 PRAGMA temp_store = memory;
 CREATE TABLE t (id INTEGER PRIMARY KEY, k INTEGER, name TEXT, extra TEXT);
-WITH RECURSIVE c(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM c WHERE i < 250000)
+WITH RECURSIVE c(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM c WHERE i < 130000)
 INSERT INTO t SELECT i, (i * 7919) % 100003, 'name' || (i % 1000), printf('%0100d', i * 31) FROM c;
 CREATE INDEX by_k ON t (k);
 CREATE INDEX by_name ON t (name, k);
@@ -197,7 +197,7 @@ template <int N> struct Made { std::map<std::string, std::vector<std::variant<in
 template <> struct Made<0> { int work(int x) { return x; } };
 int main() {
     std::unordered_map<std::string, std::function<int(int)>> table;
-    table["made"] = [](int x) { return Made<24>().work(x); };
+    table["made"] = [](int x) { return Made<16>().work(x); };
     std::regex pattern("([a-z]+)=([0-9]+)");
     std::smatch match;
     std::string text = "made=42";
@@ -217,6 +217,6 @@ template <int N> struct Made {{ std::map<std::string, std::vector<int>> m; int w
 template <> struct Made<0> {{ int work(int x) {{ return x; }} }};
 int main_{number}() {{ return Made<{}>().work({number}); }}
 "#,
-        20 + number
+        12 + number
     )
 }

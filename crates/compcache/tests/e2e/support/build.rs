@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{LazyLock, Mutex, OnceLock};
@@ -18,12 +19,14 @@ pub fn preload() -> &'static Path {
 /// `memory-tester` of the test kit.
 pub fn memory_tester() -> &'static Path {
     static TESTER: OnceLock<PathBuf> = OnceLock::new();
-    TESTER.get_or_init(|| cargo_builds(&["-p", "compcache-testkit", "--bin", "memory-tester"], "memory-tester"))
+    TESTER.get_or_init(|| release_binary("memory-tester"))
 }
 
 /// A program of one of our packages, as people build it.
-pub fn release_binary(package: &str, name: &str) -> PathBuf {
-    cargo_builds(&["-p", package, "--bin", name], name)
+pub fn release_binary(name: &str) -> PathBuf {
+    // With the same packages as `make bench-build`, so that what they are built of is the same.
+    let packages = ["-p", "compcache", "-p", "compcache-bench", "-p", "compcache-testkit"];
+    cargo_builds(&[&packages[..], &["--bin", name]].concat(), name)
 }
 
 /// The build directory that this test was built in.
@@ -37,7 +40,15 @@ fn cargo_builds(arguments: &[&str], file: &str) -> PathBuf {
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock();
     let target = target_dir();
-    let output = Command::new(env!("CARGO"))
+    let mut cargo = Command::new(env!("CARGO"));
+    // What cargo has told this test of its package is asked for by some build scripts, which would run once more, and all that is built of them.
+    for (name, _) in std::env::vars_os() {
+        let bytes = name.as_bytes();
+        if bytes.starts_with(b"CARGO_PKG_") || bytes.starts_with(b"CARGO_MANIFEST_") || bytes == b"OUT_DIR" {
+            cargo.env_remove(name);
+        }
+    }
+    let output = cargo
         .args(["build", "--release", "--quiet"])
         .args(arguments)
         .current_dir(env!("CARGO_MANIFEST_DIR"))

@@ -82,8 +82,7 @@ pub fn machine(processors: u32, memory_mib: u32) -> Vm {
     for program in ["mkswap", "swapon", "swapoff"] {
         vm.program(&find_program(program).expect("asked for above"), &format!("/bin/{program}")).expect("a program");
     }
-    let programs =
-        [(release_binary("compcache-bench", "scan"), "/scan"), (memory_tester().to_owned(), "/memory-tester")];
+    let programs = [(release_binary("scan"), "/scan"), (memory_tester().to_owned(), "/memory-tester")];
     for (host, guest) in &programs {
         vm.program(host, guest).expect("a program that can be read");
     }
