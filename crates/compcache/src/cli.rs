@@ -160,13 +160,14 @@ pub struct DoctorArgs {
 /// and says when it is ready. While a disk is in use no signal but SIGKILL ends it: SIGTERM does as soon as none is, ^C not.
 /// Signals that are ignored when it starts (nohup) stay so.
 #[derive(Args)]
+#[command(after_help = SIZE_NOTE)]
 pub struct ServeArgs {
-    /// Listen here for commands [default: /run/compcache/control.sock for root, else under $XDG_RUNTIME_DIR]
+    /// Listen here for commands [default: /run/compcache/control.sock for root, else under $XDG_RUNTIME_DIR; or COMPCACHE_SOCKET in the environment]
     #[arg(long, value_name = "PATH", env = "COMPCACHE_SOCKET")]
     pub socket: Option<PathBuf>,
 
     /// Limit on the memory that all disks take together; a percentage is of the memory cgroup's limit, if that is lower
-    /// [default: 50%, and 80% from when a disk is swapped to]
+    /// [default: 50%, and 80% from when a disk without a backing is swapped to]
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<Size>,
 
@@ -182,7 +183,7 @@ pub struct ServeArgs {
 /// Which server is meant.
 #[derive(Args)]
 pub struct ServerArgs {
-    /// The server's control socket [default: where `compcache serve` listens]
+    /// The server's control socket [default: where `compcache serve` listens; or COMPCACHE_SOCKET in the environment]
     #[arg(long, value_name = "PATH", env = "COMPCACHE_SOCKET")]
     pub socket: Option<PathBuf>,
 }
@@ -385,7 +386,7 @@ pub struct SwapOffArgs {
 ///
 /// Stays in the foreground (without --background) and serves the mount until it is unmounted or a signal asks it to end, which it does unless the mount is in use; asked by SIGTERM it
 /// ends as soon as it is not. Signals that are ignored when it starts (nohup) stay so.
-/// What is written goes to the files at the source; they are what they are on any file system when it has ended, however that was.
+/// What is written goes to the files at the source; however it ends, they are whole there, as on any file system.
 #[derive(Args)]
 #[command(after_help = MOUNT_SIZE_NOTE)]
 pub struct MountArgs {
@@ -429,8 +430,8 @@ pub struct MountArgs {
     pub allow_other: bool,
 
     /// Names and attributes are believed for so long, in seconds, before they are looked up again. More is faster; what changes behind the
-    /// mount is noticed that much later [default: where directories are, and what files are like that nobody has open, for 10 ms, which what is opened, made, moved or removed does not depend on;
-    /// with --exclusive all for a minute]
+    /// mount is noticed that much later [default: 10 ms, for where directories are and for attributes of files that nobody has open; opening, making, moving and removing look again all the same. With
+    /// --exclusive: a minute, for everything]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub remember: Option<f64>,
 
@@ -633,7 +634,7 @@ pub struct ReclaimArgs {
     /// Which disk; it needs a backing
     pub name: String,
 
-    /// So much memory, about, shall be free of it [default: all]
+    /// About how much memory it is to give up [default: all]
     pub size: Option<Size>,
 
     /// Only blocks that do not compress

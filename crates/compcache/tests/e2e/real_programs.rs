@@ -3,7 +3,8 @@
 //! Each runs bare first: that gives the output and the peak (the largest resident size of one of its processes). Then
 //! it runs with `--resident` of a quarter of that, both ways. Servers are started under compcache and asked by a client
 //! that is not. The inputs are made here, from fixed seeds. Sizes are chosen so that a paged run takes some seconds at most,
-//! and a bare one still works on 20 MiB and more: what goes over its memory at random is given less of it.
+//! and a bare one still works on 20 MiB and more: what goes over its memory at random is given less of it, and what has tables of one size, whatever it is given, so much
+//! that they fit into a quarter.
 
 mod servers;
 pub mod sources;
@@ -175,10 +176,10 @@ fn sqlite_prints_the_same() {
 fn xz_prints_the_same() {
     if has(&["xz"]) {
         let dir = scratch();
-        let lines = write(dir.path(), "lines", sources::lines(320_000));
+        let lines = write(dir.path(), "lines", sources::lines(600_000));
         prints_the_same(
             &Program::new("xz")
-                .args(["--lzma2=preset=1,dict=512KiB", "--threads=2", "--block-size=6MiB", "--stdout"])
+                .args(["--lzma2=preset=1,dict=512KiB", "--threads=2", "--block-size=12MiB", "--stdout"])
                 .args([lines]),
         );
     }
@@ -188,7 +189,7 @@ fn xz_prints_the_same() {
 fn zstd_with_a_large_window_prints_the_same() {
     if has(&["zstd"]) {
         let dir = scratch();
-        let lines = write(dir.path(), "lines", sources::lines(520_000));
+        let lines = write(dir.path(), "lines", sources::lines(1_000_000));
         prints_the_same(&Program::new("zstd").args(["-q", "-7", "--long=26", "-T1", "-c"]).args([lines]));
     }
 }

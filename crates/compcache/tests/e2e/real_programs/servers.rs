@@ -145,8 +145,8 @@ const QUERIES: &str = "
 drop table if exists t, u;
 set synchronize_seqscans = off;
 create table t as select i as id, (i * 7919::bigint) % 100003 as k, 'name' || i % 1000 as name, repeat(md5(i::text), 3) as extra
-  from generate_series(1, 80000) i;
-create table u as select (i * 31) % 100003 as k, md5((i * 7)::text) as m from generate_series(1, 64000) i;
+  from generate_series(1, 150000) i;
+create table u as select (i * 31) % 100003 as k, md5((i * 7)::text) as m from generate_series(1, 120000) i;
 create index on t (k);
 analyze t; analyze u;
 select name, count(*), sum(k), max(extra) from t group by name order by name;
