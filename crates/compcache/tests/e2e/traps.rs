@@ -1,6 +1,6 @@
 //! What is known to go wrong in a pager does not: each program in `tests/programs` walks into one trap and checks itself.
 //!
-//! Every test runs its program bare, and with each way of eviction; a working set of 12 MiB in 6 MiB. Status and output
+//! Every test runs its program bare, and with each way of eviction; a working set of 16 MiB in 8 MiB. Status and output
 //! must be those of the bare run. Under compcache the program fails if what it made cold did not leave
 //! (`TRAP_EXPECT_EVICTION`). A program that lacks something here ends with 77, which is a skip.
 
@@ -12,10 +12,10 @@ use crate::support::{Cap, Outcome, Program, Way, beside_others, sample_until, sc
 
 const LACKS: i32 = 77;
 /// Half of the programs' working set: what they make cold leaves then, and with less some of them take minutes.
-const CAP: Cap = Cap::Resident(6 << 20);
+const CAP: Cap = Cap::Resident(8 << 20);
 
 fn trap(name: &'static str) -> Program {
-    Program::new(trap_program(name)).env("TRAP_MB", "12")
+    Program::new(trap_program(name)).env("TRAP_MB", "16")
 }
 
 /// Whether this outcome is a skip. Printed and counted; with `COMPCACHE_REQUIRE_ALL=1` it is a failure.
@@ -278,7 +278,7 @@ fn must_notice_a_planted_byte(name: &'static str, arguments: &[&str]) {
     // What closes even standard error cannot say why.
     let silent = arguments.contains(&"all");
     let arguments = arguments.iter().map(|argument| argument.replace("DIR", &dir.path().display().to_string()));
-    let program = trap(name).args(arguments).env("TRAP_MB", "6").env("TRAP_PLANT", "1");
+    let program = trap(name).args(arguments).env("TRAP_MB", "8").env("TRAP_PLANT", "1");
     let outcome = program.bare();
     if is_skip(&outcome) {
         return;
