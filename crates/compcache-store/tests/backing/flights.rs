@@ -94,16 +94,6 @@ fn a_segment_that_dies_and_is_written_again_while_it_is_read_is_no_damage_and_ca
     assert_eq!(at.backing.stats().live_bytes, at.pool.stats().bd_bytes);
 }
 
-/// Opens it, also where an assertion fails: who is behind it is waited for.
-struct Opens<'g>(&'g Gate);
-
-impl Drop for Opens<'_> {
-    fn drop(&mut self) {
-        *self.0.closed.lock().unwrap() = false;
-        self.0.moved.notify_all();
-    }
-}
-
 /// Of whose medium nothing is heard for seconds, nobody asks anything, unless there is no other.
 #[test]
 fn a_medium_that_hangs_holds_up_its_own_pages_alone() {
@@ -125,7 +115,6 @@ fn a_medium_that_hangs_holds_up_its_own_pages_alone() {
     (0..300).for_each(|index| _ = pool.write(&mut worker, PageIndex(index), &heap(index, 2)).unwrap());
     store.set_limit_bytes(store.mem_used_total_bytes());
     std::thread::scope(|scope| {
-        let opens = Opens(&gate);
         scope.spawn(|| {
             let mut worker = Worker::new(&store, now).unwrap();
             store.reclaim(&mut worker, &hanging.backing).unwrap();
@@ -133,6 +122,14 @@ fn a_medium_that_hangs_holds_up_its_own_pages_alone() {
         while !gate.waiting.load(Ordering::SeqCst) {
             std::thread::yield_now();
         }
+        // It is opened at the end, also where an assertion fails; and after a while, for who goes there all the same would wait for ever.
+        let (is_over, over) = std::sync::mpsc::channel::<()>();
+        let gate = &gate;
+        scope.spawn(move || {
+            let _ = over.recv_timeout(std::time::Duration::from_secs(20));
+            *gate.closed.lock().unwrap() = false;
+            gate.moved.notify_all();
+        });
         // What leaves first is what is colder, and it is on its way. Nobody else goes to where it is written, however early.
         assert_eq!(store.reclaim(&mut worker, &backing).unwrap().pages, 0);
         NOW.store(500_000_000, Ordering::SeqCst);
@@ -146,7 +143,7 @@ fn a_medium_that_hangs_holds_up_its_own_pages_alone() {
         store.set_limit_bytes(1);
         let done = reclaim_any(&mut worker, &store);
         assert!(done.is_held_up && pool.stats().bd_count == 300, "{done:?}");
-        drop(opens);
+        drop(is_over);
     });
     reclaim_any(&mut worker, &store);
     assert_eq!(hanging.pool.stats().bd_count, 300);
