@@ -20,6 +20,8 @@ use crate::index::{Index, charge};
 
 /// Pages that go under one hold of the lock: a millisecond or two. In tests few enough for parts to be common.
 const GONE_AT_ONCE: usize = if cfg!(test) { 16 } else { 1024 };
+/// So many are passed over then, since they were read: where all were, thousands may be for each that goes.
+const PASSED_AT_ONCE: u64 = if cfg!(test) { 64 } else { 8192 };
 /// How long others are let in then: who has just let go of the lock would have it again before them.
 const BETWEEN_PARTS: Duration = Duration::from_micros(50);
 
@@ -68,9 +70,13 @@ impl<S: Copy + PartialEq> Cache<S> {
 
     /// Lets pages go until they cost so much, but only so many. Whether that was enough.
     pub(crate) fn shrink_some(&self, index: &mut Index<S>, target_bytes: u64) -> bool {
+        let passed = index.queues.passed();
         for _ in 0..GONE_AT_ONCE {
             if index.charged_bytes <= target_bytes {
                 return true;
+            }
+            if index.queues.passed() - passed > PASSED_AT_ONCE {
+                return false;
             }
             let Some(place) = index.evict(false) else { return true };
             self.evicted.fetch_add(1, Relaxed);

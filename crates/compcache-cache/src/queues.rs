@@ -93,12 +93,14 @@ pub struct Queues {
     main: Queue,
     /// Pages that came by a read and were found in the small queue when they had to leave it.
     found_in_small: u32,
+    /// Pages that were passed over when one was to go.
+    passed: u64,
 }
 
 impl Queues {
     pub fn new() -> Queues {
         let (places, free, small, main) = (Vec::new(), Vec::new(), Queue::EMPTY, Queue::EMPTY);
-        Queues { places, free, version: 0, small, main, found_in_small: 0 }
+        Queues { places, free, version: 0, small, main, found_in_small: 0, passed: 0 }
     }
 
     /// Pages in the queues.
@@ -245,6 +247,7 @@ impl Queues {
                 let is_new = from_small && at.is_of_read && at.reads == 0;
                 return Some(Victim { place, file: at.file, page: at.page, becomes_ghost: from_small, is_new });
             }
+            self.passed += 1;
             self.found_in_small += u32::from(from_small && at.is_of_read);
             at.reads = if from_small { 0 } else { at.reads - 1 };
             let stays = from_small && main_holds && !self.is_small_swollen() && !self.gives_way(1);
@@ -253,6 +256,11 @@ impl Queues {
             self.push(place, if stays { State::Small } else { State::Main });
         }
         None
+    }
+
+    /// How many pages have been passed over, since they were read, when one was to go: what that took.
+    pub fn passed(&self) -> u64 {
+        self.passed
     }
 
     /// So many pages that come again challenge as many of the oldest of main, or an eighth of all, if that is less: whether none of these was read since it was last

@@ -566,6 +566,33 @@ fn while_very_many_pages_go_others_are_let_in() {
 }
 
 #[test]
+fn of_very_many_pages_that_were_all_read_few_are_passed_over_at_a_time() {
+    const PAGES: u32 = 20_000;
+    let (cache, mut worker) = cache(64 << 20);
+    let mut pages = vec![[0; 4096]; 1000];
+    let mut found = vec![false; 1000];
+    for _ in 0..4 {
+        for first in (0..PAGES).step_by(pages.len()) {
+            let token = cache.begin_read(id(1), stamp_of_version(1), true);
+            cache.get(&mut worker, token, first, &mut pages, &mut found);
+            cache.put(&mut worker, token, first, &pages);
+        }
+    }
+    let (mut parts, mut most) = (0, 0);
+    loop {
+        let index = &mut *cache.lock();
+        let before = index.queues.passed();
+        let is_last = cache.shrink_some(index, charge(0) * 100);
+        (parts, most) = (parts + 1, most.max(index.queues.passed() - before));
+        if is_last {
+            break;
+        }
+    }
+    // All were passed over, and by each that went at most so many (`STEPS_MAX` of the queues).
+    assert!(most <= 4096 + 2 * 64 && cache.lock().queues.passed() > u64::from(PAGES), "{most} in one of {parts} parts");
+}
+
+#[test]
 fn what_a_file_has_left_is_neither_found_nor_in_the_way_of_what_it_has_now() {
     const PAGES: u32 = 10_000;
     let (cache, mut worker) = cache(16 << 20);

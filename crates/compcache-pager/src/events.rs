@@ -363,6 +363,7 @@ pub fn move_range(pager: &Pager, state: &mut State, from: usize, to: usize, len:
     state.regions.remove(from..from + len);
     state.regions.add(to..to + len);
     state.generation += 1;
+    state.moves += 1;
 }
 
 /// Drops what is kept of a range: stored copies at once; staged frames become garbage when their group's turn comes.

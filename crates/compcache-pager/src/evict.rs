@@ -15,7 +15,7 @@ use crate::compress;
 use crate::cpus::Clear;
 use crate::events;
 use crate::fork;
-use crate::hand::Hand;
+use crate::hand::{self, Hand};
 use crate::leave::{Filled, drop_contents};
 use crate::lock::{self, Guard};
 use crate::maps;
@@ -55,7 +55,7 @@ const COMPACTED_AT_ONCE: usize = 64;
 const WAIT_FOR_SPILL_NS: u64 = 2_000_000;
 /// With less room than so small a share of what is resident a tree is full: a little more than the reserve of one that evicts.
 const FULL_SHARE: u64 = 32;
-const UNSHARE_TRIES: u32 = 64;
+const MAKE_OWN_TRIES: u32 = 64;
 const UNFINISHED_MAX: u32 = 32;
 /// Time between two looks at which threads there are.
 const BETWEEN_THREADS_NS: u64 = 10_000_000;
@@ -499,7 +499,7 @@ impl Evictor {
     /// Evicts until the process is within its limit and the handler has frames, nothing more can be evicted, or it is
     /// time for another look: the pool grows while pages leave, and so the limit moves.
     fn evict(&mut self, pager: &'static Pager, channel: &Channel) -> Evicted {
-        let (mut fruitless, mut unshared, mut evicting) = (0, 0, false);
+        let (mut fruitless, mut made_own, mut evicting) = (0, 0, false);
         for _ in 0..STEPS_BETWEEN_LOOKS {
             fork::serve(pager);
             self.clear.keep_clear(pager);
@@ -542,7 +542,7 @@ impl Evictor {
             match self.fill_groups(pager, channel, &mut state) {
                 Filled::Some => {
                     fruitless = 0;
-                    self.unshare(state);
+                    self.make_own(pager, state);
                 }
                 Filled::EventPending => {
                     drop(state);
@@ -550,8 +550,8 @@ impl Evictor {
                 }
                 Filled::Nothing => {
                     // A pinned page stays shared however often it is tried.
-                    if self.unshare(state) && unshared < UNSHARE_TRIES {
-                        unshared += 1;
+                    if self.make_own(pager, state) && made_own < MAKE_OWN_TRIES {
+                        made_own += 1;
                         continue;
                     }
                     // What is staged is all there is to gain.
@@ -591,15 +591,22 @@ impl Evictor {
         spill.is_relieving()
     }
 
-    /// Makes the pages that would not move this process's own, where they can be (a pinned one stays as it is); the next
+    /// Makes the pages that could not move this process's own, where they can be (a pinned one stays as it is), by a write that changes nothing; the next
     /// round moves them. Without the lock, for the kernel may have to ask the handler for a page that has just gone.
-    fn unshare(&mut self, state: Guard<'_, Box<State>>) -> bool {
+    fn make_own(&mut self, pager: &Pager, state: Guard<'_, Box<State>>) -> bool {
         drop(state);
-        let shared = self.hand.take_shared();
-        for &address in shared {
-            sys::write_nothing(address);
+        let loose = self.hand.take_loose();
+        if loose.is_empty() {
+            return false;
         }
-        !shared.is_empty()
+        let written =
+            loose.iter().rev().fold(0u64, |bits, &address| bits << 1 | u64::from(sys::write_nothing(address)));
+        let mut state = pager.state.lock();
+        // What is not noted is written to once more.
+        for (nth, &address) in loose.iter().enumerate().filter(|_| !pager.frozen.load(Acquire)) {
+            hand::note_written(&mut state, address, written >> nth & 1 == 1);
+        }
+        true
     }
 }
 

@@ -15,9 +15,11 @@ use crate::cpus::Follower;
 use crate::distance;
 use crate::fork;
 use crate::lock::{self, Guard};
+use crate::lost;
 use crate::memory::{PAGE, boxed_zeroed};
 use crate::pager::{Channel, NOTHING, Pager, State, Way, clock_ns};
 use crate::remap::Early;
+use crate::scan;
 use crate::shared::Trouble;
 use crate::small::SmallQueue;
 use crate::spill::{Fetched, Spill, read_stored};
@@ -576,10 +578,7 @@ impl Handler {
             None if gone => (0, Some(Errno::EAGAIN)),
             // SAFETY: the buffer is ours and present.
             None => unsafe { channel.uffd.copy(first as usize * PAGE, buffers.as_ptr().cast(), pages * PAGE) },
-            Some(page) => {
-                poison(pager, channel, page);
-                (0, None)
-            }
+            Some(page) => (0, lost::poison(pager, channel, page).err()),
         };
         let mut state = self.lock(pager, channel);
         state.under_way -= 1;
@@ -671,7 +670,7 @@ impl Handler {
             crate::process::die(pager, Trouble::Bug);
         }
         let (window, _) = self.window_of(page);
-        let pages = self.untouched_run(state, page, &window);
+        let pages = self.untouched_run(channel, state, page, &window);
         // SAFETY: the zeroes are ours and present.
         let (filled, error) =
             unsafe { channel.uffd.copy(page as usize * PAGE, self.zeroes.as_ptr().cast(), pages * PAGE) };
@@ -699,16 +698,19 @@ impl Handler {
         let (_, error) = unsafe { channel.uffd.copy(page as usize * PAGE, self.zeroes.as_ptr().cast(), PAGE) };
         match error {
             Some(Errno::EAGAIN) => return Answer::Again,
+            // What is there is what another was answered with, or somebody else's by now.
             Some(_) => channel.uffd.wake(page as usize * PAGE, PAGE),
-            None => state.grown_pages += 1,
+            None => {
+                state.grown_pages += 1;
+                note_fresh(pager, state, page);
+            }
         }
-        note_fresh(pager, state, page);
         Answer::Done
     }
 
     /// How many pages from `page` on may be filled with zeroes at once: a forward stream's window, inside one range, as
-    /// far as nothing is known of them.
-    fn untouched_run(&self, state: &State, page: u64, window: &Window) -> usize {
+    /// far as nothing is known of them, nor has the kernel anything there. A guard that libc has put on a stack (MADV_GUARD_INSTALL) would go.
+    fn untouched_run(&self, channel: &Channel, state: &State, page: u64, window: &Window) -> usize {
         let Some(region) = state.regions.containing(page as usize * PAGE) else { return 1 };
         if window.step != 1 {
             return 1;
@@ -716,7 +718,10 @@ impl Handler {
         let end = (region.end / PAGE) as u64;
         let most = (window.pages as u64).min(BATCH as u64).min(end - page);
         let fillable = |page| state.table.get(page) == Word::UNKNOWN && !state.must_stay(page as usize * PAGE);
-        (1..most).take_while(|ahead| fillable(page + ahead)).count() + 1
+        let ahead = (1..most).take_while(|ahead| fillable(page + ahead)).count();
+        let (from, pagemap) = ((page as usize + 1) * PAGE, channel.pagemap());
+        let empty = scan::are_there(pagemap, from..from + ahead * PAGE).map_or(0, u64::trailing_zeros);
+        ahead.min(empty as usize) + 1
     }
 
     /// Like [`Handler::attempt`], but nothing changes that a copy of the process will need: pages are copied in, and stay
@@ -734,8 +739,7 @@ impl Handler {
             None => false,
         };
         if stored.is_some() && !filled {
-            poison(pager, channel, page);
-            return Answer::Done;
+            return if lost::poison(pager, channel, page).is_ok() { Answer::Done } else { Answer::Again };
         }
         let from = if filled { self.pages.as_ptr() } else { self.zeroes.as_ptr() };
         // A copy that is made between the two has to look by itself.
@@ -761,16 +765,6 @@ fn note_fresh(pager: &Pager, state: &mut State, page: u64) {
     if word != Word::UNKNOWN {
         copies::drop_object(pager, state, page, word);
         state.table.update(page, Word::new(Phase::Resident));
-    }
-}
-
-/// Makes a page whose contents are lost an error for whoever touches it.
-fn poison(pager: &Pager, channel: &Channel, page: u64) {
-    let address = page as usize * PAGE;
-    match channel.uffd.poison(address, PAGE) {
-        Ok(()) | Err(Errno::EEXIST) => channel.uffd.wake(address, PAGE),
-        // Linux before 6.6 cannot poison; going on would mean a wrong page or a hang.
-        Err(_) => crate::process::die(pager, Trouble::LostPage),
     }
 }
 

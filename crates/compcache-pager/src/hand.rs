@@ -14,7 +14,7 @@ use crate::process;
 use crate::scan::ScanBuffer;
 use crate::staging::{FILLED_AT_ONCE, GROUP};
 use crate::sys::Errno;
-use crate::table::{HEAT_MAX, Phase};
+use crate::table::{HEAT_MAX, Phase, Word};
 use core::ops::Range;
 
 /// How much of the address range is looked at in one scan, bytes.
@@ -22,10 +22,12 @@ const SCAN_BYTES: usize = 16 << 20;
 const RUNS_MAX: usize = 128;
 /// After so many groups, while the small queue is full, one is the hand's.
 const SMALL_GROUPS: u32 = 32;
-const SHARED_MAX: usize = 64;
+/// As many as a word has bits.
+const LOOSE_MAX: usize = 64;
 /// Pages that are not cold, or not there, between two that move with one call.
 const GAP_PAGES: usize = 8;
-/// After this time a page that was announced to be dropped and is still there was not dropped (MADV_FREE).
+/// After this time a page that was announced to be dropped and is still there was not dropped: the kernel may do so at any time until it is
+/// written to (MADV_FREE).
 const DROPPED_FOR_S: u32 = 10;
 
 /// Where the hand is, and what it has found there.
@@ -49,9 +51,9 @@ pub struct Hand {
     most: usize,
     odd: usize,
     before_span: (usize, Range<usize>),
-    /// Pages that would not move because a copy of the process may share them.
-    shared: [usize; SHARED_MAX],
-    shared_count: usize,
+    /// Pages that are not the process's alone: a copy of it may share them, or the kernel may drop them whenever it likes (MADV_FREE), in staging as well.
+    loose: [usize; LOOSE_MAX],
+    loose_count: usize,
 }
 
 impl Hand {
@@ -72,8 +74,8 @@ impl Hand {
             most: GROUP * FILLED_AT_ONCE,
             odd: 0,
             before_span: (0, 0..0),
-            shared: [0; SHARED_MAX],
-            shared_count: 0,
+            loose: [0; LOOSE_MAX],
+            loose_count: 0,
         }
     }
 
@@ -102,15 +104,22 @@ impl Hand {
         (self.most, self.odd) = (GROUP * FILLED_AT_ONCE, 0);
     }
 
-    /// Whether [`Hand::take_shared`] has as many pages as there is room for.
-    pub fn has_many_shared(&self) -> bool {
-        self.shared_count == SHARED_MAX
+    /// Whether [`Hand::take_loose`] has as many pages as there is room for.
+    pub fn has_many_loose(&self) -> bool {
+        self.loose_count == LOOSE_MAX
     }
 
-    /// The pages that would not move since this was last asked; they are forgotten.
-    pub fn take_shared(&mut self) -> &[usize] {
-        let count = core::mem::take(&mut self.shared_count);
-        &self.shared[..count]
+    /// The pages that have to be made the process's own, since this was last asked; they are forgotten.
+    pub fn take_loose(&mut self) -> &[usize] {
+        let count = core::mem::take(&mut self.loose_count);
+        &self.loose[..count]
+    }
+
+    fn note_loose(&mut self, address: usize) {
+        if self.loose_count < LOOSE_MAX {
+            self.loose[self.loose_count] = address;
+            self.loose_count += 1;
+        }
     }
 
     /// Groups are about to be filled: decides whose turn it is, and how many groups at most.
@@ -251,6 +260,9 @@ impl Hand {
                 }
                 may_leave
             } else {
+                if was_spared(state, at) {
+                    self.note_loose(at);
+                }
                 is_cold(pager, state, at)
             };
             at += PAGE;
@@ -302,9 +314,8 @@ impl Hand {
     /// `pages` at `address` will not move: the first is pinned, shared with a copy of the process, or gone; or something
     /// is wrong with all of them, for they lie in several mappings, or in one of another kind (read-only, locked).
     pub fn pass_over(&mut self, address: usize, pages: usize, errno: Errno) {
-        if errno == Errno::EBUSY && self.shared_count < SHARED_MAX {
-            self.shared[self.shared_count] = address;
-            self.shared_count += 1;
+        if errno == Errno::EBUSY {
+            self.note_loose(address);
         }
         let passed_over = match errno {
             Errno::EBUSY | Errno::ENOENT => 1,
@@ -334,6 +345,23 @@ fn leave_to_hand(pager: &Pager, state: &mut State) {
     {
         left += run.end - run.start;
         copies::drop_copies(pager, state, run);
+    }
+}
+
+/// Whether a page that was announced to be dropped, and is there, was not: it has been there for long.
+fn was_spared(state: &State, address: usize) -> bool {
+    let word = state.table.get(process::page_of(address));
+    word.phase() == Phase::Dropped && state.now_s.wrapping_sub(word.payload()) & 0xff_ffff > DROPPED_FOR_S
+}
+
+/// A page that was spared has been written to, if it can be: the kernel takes it as it likes no more, and it may leave. Else that is tried again after a while.
+pub fn note_written(state: &mut State, address: usize, is_written: bool) {
+    if was_spared(state, address) {
+        let word = match is_written {
+            true => Word::new(Phase::Resident),
+            false => Word::new(Phase::Dropped).with_payload(state.now_s),
+        };
+        state.table.update(process::page_of(address), word);
     }
 }
 
@@ -367,10 +395,7 @@ fn may_leave(pager: &Pager, state: &mut State, address: usize) -> bool {
 /// Whether a page may leave its place, if it is there.
 fn may_go_along(pager: &Pager, state: &mut State, address: usize) -> bool {
     let page = process::page_of(address);
-    let word = state.table.get(page);
-    let dropped_lately =
-        word.phase() == Phase::Dropped && state.now_s.wrapping_sub(word.payload()) & 0xff_ffff <= DROPPED_FOR_S;
-    !dropped_lately
+    state.table.get(page).phase() != Phase::Dropped
         && !state.loading.contains(&page)
         && !state.must_stay(address)
         && !pager.is_control_block(state, address)

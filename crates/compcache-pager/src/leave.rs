@@ -93,8 +93,8 @@ impl Evictor {
         let Some(groups) = state.staging.take_empty(most) else { return Filled::Nothing };
         let (mut filled, mut wrapped, mut outcome) = (0, 0, Filled::Nothing);
         let (mut wanted, begun_ns) = (groups.len() * GROUP, clock_ns());
-        // Shared pages are made the process's own, and moved the next time, before the hand goes on.
-        while filled < wanted && !self.hand.has_many_shared() {
+        // Pages that are not the process's alone are made so, and moved the next time, before the hand goes on.
+        while filled < wanted && !self.hand.has_many_loose() {
             let frame = (groups.start * GROUP + filled) as Frame;
             let room = wanted - filled;
             if !self.hand.next_run(pager, channel, state, room, &mut wrapped) {

@@ -64,6 +64,7 @@ mod keep;
 mod leave;
 #[allow(unsafe_code, reason = "is a lock")]
 mod lock;
+mod lost;
 #[allow(unsafe_code, reason = "the kernel writes results into its buffers")]
 mod maps;
 #[allow(unsafe_code, reason = "maps memory, and is an allocator")]

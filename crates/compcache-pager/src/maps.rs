@@ -126,6 +126,13 @@ fn for_each_line(fd: BorrowedFd<'_>, buffer: &mut MapsBuffer, mut each: impl FnM
 /// Room for reading maps. Zeroes at first.
 pub struct MapsBuffer([u8; BUFFER]);
 
+impl MapsBuffer {
+    /// An empty one.
+    pub const fn new() -> MapsBuffer {
+        MapsBuffer([0; BUFFER])
+    }
+}
+
 fn parse(line: &[u8]) -> Option<Mapping> {
     let mut fields = line.splitn(6, |&byte| byte == b' ');
     let range = fields.next()?;
@@ -198,7 +205,7 @@ mod tests {
         unsafe { rustix::mm::madvise(wiped.cast(), 16 * 4096, rustix::mm::Advice::LinuxWipeOnFork) }.unwrap();
         let fd = rustix::fs::open(c"/proc/self/smaps", OFlags::RDONLY, Mode::empty()).unwrap();
         let (mut saw_wiped, mut saw_kept) = (false, false);
-        for_each_wiped(rustix::fd::AsFd::as_fd(&fd), &mut MapsBuffer([0; BUFFER]), |mapping| {
+        for_each_wiped(rustix::fd::AsFd::as_fd(&fd), &mut MapsBuffer::new(), |mapping| {
             saw_wiped |= (mapping.start..mapping.end).contains(&(wiped as usize));
             saw_kept |= (mapping.start..mapping.end).contains(&(kept as usize));
         });
@@ -239,7 +246,7 @@ mod tests {
     fn the_map_of_this_process_contains_this_function() {
         use rustix::fs::{Mode, OFlags};
         let fd = rustix::fs::open(c"/proc/self/maps", OFlags::RDONLY, Mode::empty()).unwrap();
-        let mut buffer = MapsBuffer([0; BUFFER]);
+        let mut buffer = MapsBuffer::new();
         let here = only_private_mappings_without_a_file_are_anonymous as *const () as usize;
         let mut found = 0;
         for_each(rustix::fd::AsFd::as_fd(&fd), &mut buffer, |mapping| {

@@ -92,6 +92,8 @@ pub struct State {
     pub(crate) blocks: Ranges<KEPT_MAX>,
     /// Grows when a range is unmapped or moved: what was learnt of the map before is void.
     pub(crate) generation: u64,
+    /// Ranges that were moved so far.
+    pub(crate) moves: u64,
     /// What the process held when last measured, pages, without ours.
     pub(crate) resident_pages: u64,
     /// Pages added since then by answers to faults.
@@ -655,7 +657,7 @@ impl Pager {
         for near in [address - PAGE, address, address + PAGE] {
             // A stack may lie beside memory of ours: a frame that is touched is not empty any more.
             if !self.never.overlaps(&(near..near + 1)) {
-                sys::write_nothing(near & !3);
+                sys::bring_back(near & !3);
             }
         }
     }

@@ -14,8 +14,10 @@
 
 use crate::events::{self, EventLog};
 use crate::lock;
+use crate::maps::{self, MapsBuffer};
 use crate::memory::PAGE;
 use crate::pager::{Pager, STACK_BYTES, State};
+use crate::process;
 use crate::spill::read_stored;
 use crate::sys::Errno;
 use crate::table::{PAGES, Phase};
@@ -23,12 +25,13 @@ use crate::uffd::{Message, Uffd, decode};
 use compcache_store::{Page, Worker};
 use core::sync::atomic::Ordering::Relaxed;
 use linux_raw_sys::general::uffd_msg;
+use rustix::fd::AsFd;
 
 /// Changes that are kept in mind of a copy.
 const CHANGES_MAX: usize = 256;
 /// Copies of copies that are brought pages at the same time, each with a log on the handler's stack.
 const DEEP_MAX: u32 = 4;
-const _: () = assert!((DEEP_MAX as usize + 1) * 2 * size_of::<Copied>() < STACK_BYTES / 2);
+const _: () = assert!((DEEP_MAX as usize + 1) * 2 * size_of::<Copied>() + size_of::<MapsBuffer>() < STACK_BYTES / 2);
 /// How often in a row it is tried in vain to bring a page: for which there is no memory, or while the copy does something.
 const PATIENCE: u32 = 10_000;
 
@@ -135,9 +138,24 @@ impl Copied {
     }
 }
 
-/// Brings a copy all that was evicted.
+/// Brings a copy all that was evicted, but for what it is to find empty (MADV_WIPEONFORK).
 pub fn populate(pager: &Pager, state: &mut State, worker: &mut Worker, contents: &mut Page, child: Uffd) {
-    bring(pager, state, worker, contents, &mut Copied::new(child, Changes::empty()), 0, 0);
+    let mut copy = Copied::new(child, Changes::empty());
+    if !note_wiped(&mut copy.changes) {
+        copy.told = Told::TooMuch;
+    }
+    bring(pager, state, worker, contents, &mut copy, 0, 0);
+}
+
+/// Notes as given up what a copy of this process finds empty. False when that is too much.
+#[inline(never)]
+fn note_wiped(changes: &mut Changes) -> bool {
+    let Some(smaps) = process::open(c"/proc/thread-self/smaps") else { return true };
+    let (mut buffer, mut has_all) = (MapsBuffer::new(), true);
+    maps::for_each_wiped(smaps.as_fd(), &mut buffer, |mapping| {
+        has_all &= changes.note(Message::Remove { start: mapping.start, end: mapping.end });
+    });
+    has_all
 }
 
 /// The same of all pages from one on, and lets go of the copy.

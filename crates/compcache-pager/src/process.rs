@@ -5,7 +5,7 @@ use crate::pager::Pager;
 use crate::shared::Trouble;
 use crate::sys;
 use core::mem::MaybeUninit;
-use rustix::fd::{BorrowedFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::fs::{Mode, OFlags, RawDir};
 
 /// Opens a file of `/proc/self`.
@@ -46,14 +46,31 @@ pub fn number(digits: &[u8]) -> Option<u64> {
 }
 
 /// Calls `each` with the number of every thread of this process.
-pub fn for_each_thread(mut each: impl FnMut(u32)) {
-    let Some(directory) = open(c"/proc/self/task") else { return };
+pub fn for_each_thread(each: impl FnMut(u32)) {
+    if let Some(directory) = open(c"/proc/self/task") {
+        for_each_number(directory.as_fd(), each);
+    }
+}
+
+/// Calls `each` with every descriptor of the calling thread's. It may close them.
+pub fn for_each_descriptor(mut each: impl FnMut(u32)) {
+    let Some(directory) = open(c"/proc/thread-self/fd") else { return };
+    let own = directory.as_raw_fd() as u32;
+    for_each_number(directory.as_fd(), |number| {
+        if number != own {
+            each(number);
+        }
+    });
+}
+
+/// Calls `each` with every name in a directory that is a number.
+fn for_each_number(directory: BorrowedFd<'_>, mut each: impl FnMut(u32)) {
     let mut room = [MaybeUninit::uninit(); 1024];
     let mut entries = RawDir::new(directory, &mut room);
     while let Some(Ok(entry)) = entries.next() {
         // Neither "." nor ".." is a number.
-        if let Some(thread) = number(entry.file_name().to_bytes()) {
-            each(thread as u32);
+        if let Some(number) = number(entry.file_name().to_bytes()) {
+            each(number as u32);
         }
     }
 }
@@ -173,5 +190,18 @@ mod tests {
         assert_eq!(end_of_one_that(ignores), Some(libc::SIGABRT));
         assert_eq!(end_of_one_that(handles), Some(libc::SIGABRT));
         assert_eq!(end_of_one_that(blocks), Some(libc::SIGABRT));
+    }
+
+    #[test]
+    fn all_descriptors_are_found_but_the_one_that_looks() {
+        let high = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), 700).unwrap();
+        let mut found = std::collections::BTreeSet::new();
+        super::for_each_descriptor(|number| assert!(found.insert(number)));
+        let number = |fd: &dyn rustix::fd::AsRawFd| fd.as_raw_fd() as u32;
+        assert!(found.contains(&number(&high)) && found.contains(&number(&std::io::stderr())), "{found:?}");
+        drop(high);
+        let mut is_there = false;
+        super::for_each_descriptor(|number| is_there |= number == 700);
+        assert!(!is_there);
     }
 }

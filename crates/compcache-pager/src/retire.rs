@@ -6,6 +6,7 @@
 use crate::copies;
 use crate::fork::{self, ALL_PAGES};
 use crate::lock;
+use crate::lost;
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State};
 use crate::relay;
@@ -56,12 +57,12 @@ fn bring_back(pager: &Pager, channel: &Channel, worker: &mut Worker) {
     pager.exhausted.store(true, Release);
     pager.tell_progress();
     let (mut contents, mut at, mut has_staged) = ([0; PAGE], ALL_PAGES.start, true);
-    let mut generation = None;
+    let mut moves = None;
     loop {
         let mut state = pager.state.lock();
-        if generation != Some(state.generation) {
+        if moves != Some(state.moves) {
             // Something was moved, perhaps behind where this is.
-            (generation, at) = (Some(state.generation), ALL_PAGES.start);
+            (moves, at) = (Some(state.moves), ALL_PAGES.start);
         }
         if state.under_way > 0 || !pager.is_settled(&state) {
             // An event must be read, or something comes to its end.
@@ -116,8 +117,8 @@ fn bring_one(
             Some(Errno::ENOENT | Errno::ESRCH) => {}
             Some(_) => crate::process::die(pager, Trouble::NoMemory),
         }
-    } else if channel.uffd.poison(address, PAGE).is_err() {
-        crate::process::die(pager, Trouble::LostPage);
+    } else if lost::poison(pager, channel, page).is_err() {
+        return Brought::Again;
     }
     copies::drop_object(pager, state, page, word);
     state.table.update(page, Word::new(Phase::Resident));

@@ -43,6 +43,7 @@ const SYS_GET_ROBUST_LIST: usize = 274;
 const SYS_PROCESS_VM_READV: usize = 310;
 const SYS_PROCESS_VM_WRITEV: usize = 311;
 const SYS_SCHED_SETATTR: usize = 314;
+const SYS_CLOSE: usize = 3;
 const SYS_CLOSE_RANGE: usize = 436;
 
 /// One system call.
@@ -79,13 +80,13 @@ pub unsafe fn call6(number: usize, args: [usize; 6]) -> Result<usize, Errno> {
 ///
 /// The operation is a futex's (`FUTEX_WAKE_OP`, or with nothing): atomic against the program's own writes, and an address
 /// that is not there is an error and not a fault of ours. It may wait for an answer to a fault.
-pub fn write_nothing(address: usize) {
+pub fn write_nothing(address: usize) -> bool {
     const FUTEX_WAKE_OP_PRIVATE: usize = 5 | 128;
     const OR_NOTHING: usize = 2 << 28;
     let own = core::sync::atomic::AtomicU32::new(0);
     // SAFETY: both words are aligned; the kernel changes no bit of either. Waking a waiter on the program's word, should
     // there be one, is what a futex's users must expect at any time.
-    let _ = unsafe { call6(SYS_FUTEX, [own.as_ptr() as usize, FUTEX_WAKE_OP_PRIVATE, 0, 0, address, OR_NOTHING]) };
+    unsafe { call6(SYS_FUTEX, [own.as_ptr() as usize, FUTEX_WAKE_OP_PRIVATE, 0, 0, address, OR_NOTHING]) }.is_ok()
 }
 
 /// Sees to it that the calling thread's stack is there, as far as a few calls go.
@@ -115,6 +116,16 @@ pub fn read_own_memory(address: usize, bytes: &mut [u8]) -> bool {
     unsafe { transfer(SYS_PROCESS_VM_READV, bytes.as_mut_ptr() as usize, address, bytes.len()) }
 }
 
+/// Sees to it that what was at an address comes back, if anything was evicted there. What it belongs to is not written to, unless reading is refused (by a filter).
+pub fn bring_back(address: usize) {
+    let mut byte = [0u8];
+    // SAFETY: as above.
+    let read = unsafe { try_transfer(SYS_PROCESS_VM_READV, byte.as_mut_ptr() as usize, address, 1) };
+    if !matches!(read, Ok(_) | Err(Errno::EFAULT)) {
+        write_nothing(address & !3);
+    }
+}
+
 /// Whether a page of this process's is mapped. Yes where the kernel may not be asked.
 pub fn is_mapped(address: usize) -> bool {
     let mut resident = 0u8;
@@ -136,12 +147,21 @@ pub fn is_present(address: usize) -> bool {
 /// # Safety
 /// As that call's, for `len` bytes at `local`.
 unsafe fn transfer(number: usize, local: usize, address: usize, len: usize) -> bool {
+    // SAFETY: as this call's.
+    unsafe { try_transfer(number, local, address, len) == Ok(len) }
+}
+
+/// As [`transfer`], with what the kernel says; how many bytes.
+///
+/// # Safety
+/// As that call's.
+unsafe fn try_transfer(number: usize, local: usize, address: usize, len: usize) -> Result<usize, Errno> {
     let (local, remote) = ([local, len], [address, len]);
     // By the calling thread's number: a main thread that has ended has no memory.
     let thread = rustix::thread::gettid().as_raw_nonzero().get() as usize;
     let vectors = [thread, local.as_ptr() as usize, 1, remote.as_ptr() as usize, 1, 0];
     // SAFETY: the vectors live over the call; the caller answers for what they name.
-    unsafe { call6(number, vectors) == Ok(len) }
+    unsafe { call6(number, vectors) }
 }
 
 /// `ioctl(fd, request, argument)`.
@@ -182,7 +202,16 @@ pub unsafe fn close_all_descriptors_but<const N: usize>(mut kept: [i32; N]) {
     for kept in kept.into_iter().filter(|kept| *kept >= 0).map(|kept| kept as usize).chain([u32::MAX as usize + 1]) {
         if from < kept {
             // SAFETY: close_range has no effect outside the file table, which is the caller's.
-            let _ = unsafe { call(SYS_CLOSE_RANGE, [from, kept - 1, 0, 0]) };
+            let closed = unsafe { call(SYS_CLOSE_RANGE, [from, kept - 1, 0, 0]) };
+            if closed.is_err() {
+                // Linux before 5.9, or a filter.
+                crate::process::for_each_descriptor(|number| {
+                    if (from..kept).contains(&(number as usize)) {
+                        // SAFETY: as above.
+                        let _ = unsafe { call(SYS_CLOSE, [number as usize, 0, 0, 0]) };
+                    }
+                });
+            }
         }
         from = kept + 1;
     }

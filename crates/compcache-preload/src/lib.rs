@@ -27,6 +27,7 @@ use compcache_pager::memory::{self, SetupHeap};
 use compcache_pager::pager::Pager;
 use compcache_pager::read_own_memory;
 use compcache_pager::shared::{self, Region, Trouble};
+use core::arch::global_asm;
 use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use core::ptr::null_mut;
 use core::sync::atomic::{AtomicPtr, Ordering::*};
@@ -52,9 +53,9 @@ fn panic(panic: &core::panic::PanicInfo<'_>) -> ! {
     compcache_pager::abort()
 }
 
-/// Named by the unwind tables of the precompiled core library; nothing here ever unwinds.
-#[unsafe(no_mangle)]
-extern "C" fn rust_eh_personality() {}
+// Named by the unwind tables of the precompiled core library; nothing here ever unwinds. Hidden: a program that has one in a shared object of its own
+// (rustc) would be given this one.
+global_asm!(".globl rust_eh_personality", ".hidden rust_eh_personality", "rust_eh_personality: ud2");
 
 fn pager() -> Option<&'static Pager> {
     // SAFETY: null, or a pager that is never freed.
@@ -299,7 +300,8 @@ pub unsafe extern "C" fn pthread_mutex_init(mutex: *mut c_void, attributes: *con
     result
 }
 
-/// `madvise`, with the pager told of guard pages.
+/// `madvise`, with the pager told of guard pages. What need not be kept any more (MADV_FREE) goes at once: memory is short, and the kernel could drop it
+/// unseen wherever it is at that moment, on its way out as well.
 ///
 /// # Safety
 /// As libc's.
@@ -311,6 +313,14 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: c_int
     match pager() {
         Some(pager) if advice == libc::MADV_GUARD_INSTALL => guards::install(pager, address as usize, len, advise),
         Some(pager) if advice == libc::MADV_GUARD_REMOVE => guards::remove(pager, address as usize, len, advise),
+        Some(_) if advice == libc::MADV_FREE => {
+            // First as asked: of a file's pages it must not drop the changes.
+            let freed = advise(len, advice);
+            if freed == 0 {
+                advise(len, libc::MADV_DONTNEED);
+            }
+            freed
+        }
         _ => advise(len, advice),
     }
 }

@@ -10,6 +10,7 @@ pub const EAGAIN: c_int = 11;
 pub const ENOMEM: c_int = 12;
 /// As libc's sys/mman.h.
 pub const MADV_DONTNEED: c_int = 4;
+pub const MADV_FREE: c_int = 8;
 pub const MADV_GUARD_INSTALL: c_int = 102;
 pub const MADV_GUARD_REMOVE: c_int = 103;
 

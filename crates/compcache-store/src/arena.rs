@@ -10,8 +10,9 @@
 //! nothing.
 //!
 //! Lock order: a class's lists, then the source of fresh spans, then a region's growth. Whoever calls may hold slot
-//! locks. The lists are held for tens of nanoseconds, and during a system call only when a span begins or grows by
-//! several pages, or compaction cuts off its end.
+//! locks. The lists are held for tens of nanoseconds; during a system call only when a span begins or grows by
+//! several pages, or compaction cuts off its end; and while a pass of compaction begins, as long as it takes to look at each span
+//! of the class that has room (16 000 of them in 4 GiB).
 //!
 //! Not here: the limit ([`crate::budget`]; this module spends the credit it is given), checksums, locks on objects.
 //!

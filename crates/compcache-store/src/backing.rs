@@ -177,7 +177,7 @@ pub struct Backing {
     cleaning: Mutex<Cleaning>,
     flights: [Mutex<Flight>; FLIGHTS],
     /// Since when each of them waits for the medium to write; 0 if it does not.
-    writing_since_ns: [AtomicU64; FLIGHTS],
+    waiting_since_ns: [AtomicU64; FLIGHTS],
 }
 
 impl Backing {
@@ -218,7 +218,7 @@ impl Backing {
             above_percent: AtomicU8::new(ABOVE_PERCENT),
             cleaning: Mutex::new(Cleaning::default()),
             flights: [Mutex::new(Flight::new(0, segment_bytes)?), Mutex::new(Flight::new(1, segment_bytes)?)],
-            writing_since_ns: [const { AtomicU64::new(0) }; FLIGHTS],
+            waiting_since_ns: [const { AtomicU64::new(0) }; FLIGHTS],
         }))
     }
 
@@ -265,10 +265,19 @@ impl Backing {
         *self.health.lock()
     }
 
-    /// Whether the medium has had a segment to write for longer than `longest_ns`. That may end at any moment.
-    pub(crate) fn has_written_for(&self, longest_ns: u64, now_ns: u64) -> bool {
+    /// Whether a flight has waited for the medium for longer than `longest_ns`. That may end at any moment.
+    pub(crate) fn has_waited_for(&self, longest_ns: u64, now_ns: u64) -> bool {
         let since = |since: &AtomicU64| since.load(Relaxed);
-        self.writing_since_ns.iter().map(since).any(|since| since != 0 && now_ns.saturating_sub(since) > longest_ns)
+        self.waiting_since_ns.iter().map(since).any(|since| since != 0 && now_ns.saturating_sub(since) > longest_ns)
+    }
+
+    /// A call of the medium by one of the flights, which began at about `now_ns`: others can see how long it has waited.
+    fn at_medium<R>(&self, nth: usize, now_ns: u64, call: impl FnOnce() -> R) -> R {
+        let since = &self.waiting_since_ns[nth];
+        since.store(now_ns.max(1), Relaxed);
+        let done = call();
+        since.store(0, Relaxed);
+        done
     }
 
     /// Gives room that nothing is in back to where the backing lies, but for a few segments that are written to soon, as long as

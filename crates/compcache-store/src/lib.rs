@@ -41,7 +41,9 @@
 //! 5. the growth of a region; the segments of a backing, and its count of what is written in a day
 //!
 //! Every lock but the first two is held for well under a microsecond, system calls that grow a region aside; the lock of a
-//! slot also while its object is decoded, and what is set aside for groups while one is copied to its place.
+//! slot also while its object is decoded, and what is set aside for groups while one is copied to its place. Two are held longer where there is much:
+//! a size class while a pass of compaction begins (it looks at each span of the class that has room), and the segments of a backing while one to be
+//! cleaned is chosen (a nanosecond each).
 //!
 //! Arithmetic, waste and worst cases: docs/design/pool.md; of the backing: docs/design/backing.md.
 

@@ -118,7 +118,7 @@ impl PoolCore {
 
     /// Whether its pages, though they can leave, would wait for who knows how long.
     pub fn is_held_up(&self, now_ns: u64) -> bool {
-        self.backing.as_ref().is_some_and(|backing| backing.has_written_for(HANGING_NS, now_ns))
+        self.backing.as_ref().is_some_and(|backing| backing.has_waited_for(HANGING_NS, now_ns))
     }
 
     /// Whether it uses more than so many hundredths of its own limit.

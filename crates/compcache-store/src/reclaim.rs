@@ -110,15 +110,15 @@ impl Store {
         self.one_flight(worker, backing, &Wanted { wants: &wants, leaving, at_leisure: false, oldest_of_all: false })
     }
 
-    /// As [`Store::reclaim`], for the first backing that anything leaves for. One whose medium has been writing for long is not asked, for we could come to wait
-    /// for it as well; if nothing leaves for another, it is held up.
+    /// As [`Store::reclaim`], for the first backing that anything leaves for. One whose medium has kept a flight waiting for long is not asked, for we could
+    /// come to wait for it as well; if nothing leaves for another, it is held up.
     ///
     /// # Errors
     /// What the last medium said that was asked, if nothing has left.
     pub fn reclaim_any(&self, worker: &mut Worker) -> Result<Reclaimed, MediumError> {
         worker.must_be_of(self);
         let nothing = Reclaimed { finished: true, ..Reclaimed::default() };
-        let (mut last, mut is_held_up) = (Ok(nothing), false);
+        let (mut last, mut is_busy, mut is_held_up) = (Ok(nothing), false, false);
         for nth in 0.. {
             let backing = match self.registry.lock().pools().get(nth) {
                 None => break,
@@ -126,16 +126,19 @@ impl Store {
                 Some(_) => None,
             };
             let Some(backing) = backing else { continue };
-            if backing.has_written_for(SLOW_NS, worker.now_ns()) {
+            if backing.has_waited_for(SLOW_NS, worker.now_ns()) {
                 is_held_up = true;
                 continue;
             }
-            last = self.reclaim(worker, &backing);
-            if last.is_ok_and(|done| done.is_busy || done.pages > 0 || done.freed_bytes > 0) {
-                return last;
+            let done = self.reclaim(worker, &backing);
+            is_busy |= done.is_ok_and(|done| done.is_busy);
+            match done {
+                Ok(some) if some.pages > 0 || some.freed_bytes > 0 || !some.finished => return done,
+                Ok(Reclaimed { is_busy: true, .. }) => {}
+                _ => last = done,
             }
         }
-        if is_held_up { Ok(Reclaimed { is_held_up, ..nothing }) } else { last }
+        if is_busy || is_held_up { Ok(Reclaimed { is_busy, is_held_up, ..nothing }) } else { last }
     }
 
     /// Whether any pool's pages can leave memory, as far as is known.
@@ -150,7 +153,7 @@ impl Store {
         wanted: &Wanted<'_>,
     ) -> Result<Reclaimed, MediumError> {
         let used = self.mem_used_total_bytes();
-        let Flown { pages, freed_bytes: object_bytes, is_busy, .. } = backing.fly(self, worker, wanted)?;
+        let Flown { pages, freed_bytes: object_bytes, moved, is_busy } = backing.fly(self, worker, wanted)?;
         if is_busy {
             return Ok(Reclaimed { is_busy, finished: true, ..Reclaimed::default() });
         }
@@ -161,7 +164,8 @@ impl Store {
             self.compact_all(worker);
         }
         let freed_bytes = used.saturating_sub(self.mem_used_total_bytes());
-        let is_stuck = pages == 0 && (freed_bytes == 0 || backing.health() != Health::Good);
+        // One that only cleaned has made room for the next.
+        let is_stuck = pages == 0 && moved == 0 && (freed_bytes == 0 || backing.health() != Health::Good);
         Ok(Reclaimed { pages, freed_bytes, object_bytes, finished: is_stuck, ..Reclaimed::default() })
     }
 

@@ -15,6 +15,8 @@ mod failures;
 mod flights;
 #[path = "model/medium.rs"]
 mod medium;
+#[path = "backing/progress.rs"]
+mod progress;
 #[path = "backing/runs.rs"]
 mod runs;
 

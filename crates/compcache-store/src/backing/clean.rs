@@ -17,7 +17,7 @@ use super::segments::{Begun, Segments};
 use super::{Backing, Once, associated};
 use crate::slot::Slot;
 use crate::store::Store;
-use crate::table::LeafCache;
+use crate::worker::Worker;
 
 /// Cleaning begins when so small a share of the segments is free.
 const FREE_SHARE: usize = 16;
@@ -69,7 +69,7 @@ impl Backing {
     pub(super) fn clean(
         &self,
         store: &Store,
-        leaf: &mut LeafCache,
+        worker: &mut Worker,
         flight: &mut Flight,
         cleaned: &mut Cleaned,
         until: Until,
@@ -82,8 +82,13 @@ impl Backing {
                 if until == Until::SomeAreFree && are_some { None } else { segments.choose(flight.room() as u64) }
             };
             let Some(chosen) = chosen else { return };
-            match self.clean_one(store, leaf, flight, chosen) {
+            match self.clean_one(store, worker, flight, chosen) {
                 Outcome::Emptied => cleaned.emptied += 1,
+                // To move a part of it alone would gain nothing.
+                Outcome::Partly if cleaned.emptied == 0 => {
+                    flight.clear();
+                    return;
+                }
                 Outcome::Partly => {
                     cleaned.is_full = true;
                     return;
@@ -94,9 +99,11 @@ impl Backing {
         }
     }
 
-    fn clean_one(&self, store: &Store, leaf: &mut LeafCache, flight: &mut Flight, chosen: Begun) -> Outcome {
+    fn clean_one(&self, store: &Store, worker: &mut Worker, flight: &mut Flight, chosen: Begun) -> Outcome {
         let (whole, Begun { segment, flight: number, .. }) = (self.segment_bytes, chosen);
-        if self.medium.read_at(u64::from(segment) * whole as u64, &mut flight.image).is_err() {
+        let offset_bytes = u64::from(segment) * whole as u64;
+        let read = self.at_medium(flight.nth, worker.now_ns(), || self.medium.read_at(offset_bytes, &mut flight.image));
+        if read.is_err() {
             self.counts.failed_reads.fetch_add(1, Relaxed);
             self.segments.lock().put_off(chosen);
             return Outcome::InVain;
@@ -108,7 +115,7 @@ impl Backing {
             let line = flight.image[at..at + LISTED_BYTES].try_into().expect("as long as a line");
             let listed = Listed::unpack(line);
             let Some(pool) = registry.listed_pool(listed.pool) else { continue };
-            let slot = pool.tree.lock(&store.tables, listed.index, leaf).map(|guard| guard.get());
+            let slot = pool.tree.lock(&store.tables, listed.index, &mut worker.leaf).map(|guard| guard.get());
             let place = Place::new(segment, whole, listed.within as usize);
             let Some(Slot::OnBacking(sealed)) = slot else { continue };
             if sealed.place != place || !sealed.is_of(number) || !pool.is_on(self) {

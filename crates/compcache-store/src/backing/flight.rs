@@ -69,7 +69,7 @@ pub(crate) const FLIGHTS: usize = 2;
 /// The segment being filled.
 pub(super) struct Flight {
     /// Which of the flights of its backing this is.
-    nth: usize,
+    pub(super) nth: usize,
     copies: Buffer,
     pub(super) image: Buffer,
     copied: usize,
@@ -136,7 +136,7 @@ impl Flight {
         [self.copies.range(), self.image.range()]
     }
 
-    fn clear(&mut self) {
+    pub fn clear(&mut self) {
         (self.copied, self.records, self.end) = (0, 0, 0);
     }
 
@@ -295,18 +295,25 @@ impl Backing {
             self.gather_anew();
         }
         if is_cleaning {
-            self.clean(store, &mut worker.leaf, flight, &mut cleaned, Until::SomeAreFree);
+            self.clean(store, worker, flight, &mut cleaned, Until::SomeAreFree);
         }
-        let (moved, moved_bytes, room) = (flight.records(), flight.end, flight.room());
-        self.gather(store, worker, flight, wanted);
+        let (mut moved, mut moved_bytes, mut room) = (flight.records(), flight.end, flight.room());
+        let mut is_more = self.gather(store, worker, flight, wanted);
+        let has_none = flight.end == moved_bytes && moved > 0 && !cleaned.is_full;
+        if has_none && !is_more {
+            self.clean(store, worker, flight, &mut cleaned, Until::Full);
+        } else if has_none && cleaned.emptied <= 1 {
+            // What leaves does not fit beside what was moved, and goes alone.
+            flight.clear();
+            cleaned = Cleaned::default();
+            (moved, moved_bytes, room) = (0, 0, flight.room());
+            is_more = self.gather(store, worker, flight, wanted);
+        }
         let gathered_bytes = flight.end - moved_bytes;
-        if gathered_bytes == 0 && moved > 0 && !cleaned.is_full {
-            self.clean(store, &mut worker.leaf, flight, &mut cleaned, Until::Full);
-        }
         // One segment for another gains nothing but room in memory.
         let gains = cleaned.emptied > 1 || cleaned.is_full;
         let least_bytes = if wanted.at_leisure { room.div_ceil(2) } else { 1 };
-        let is_little = !gains && gathered_bytes < least_bytes;
+        let is_little = !gains && !is_more && gathered_bytes < least_bytes;
         cleaning.least_bytes = if is_little && moved > 0 { least_bytes } else { 0 };
         (cleaned.emptied, is_little)
     }
@@ -360,8 +367,19 @@ impl Backing {
         let Some(begun) = segment else { return Ok(()) };
         let bytes = self.segment_bytes as u64;
         let result = self.medium.fill(u64::from(begun.segment) * bytes, bytes);
+        if result == Err(MediumError::NoSpace) {
+            self.leave_no_part(begun);
+        }
         self.segments.lock().filled(begun, result.is_ok());
         result
+    }
+
+    /// A segment that had no room and could not have all of it keeps what it got of it; others are short of that.
+    fn leave_no_part(&self, begun: Begun) {
+        let bytes = self.segment_bytes as u64;
+        if self.segments.lock().has_no_room(begun) {
+            self.medium.punch(u64::from(begun.segment) * bytes, bytes);
+        }
     }
 
     /// Where there was no room, it is asked for before anything is written: what is written in vain counts for the day.
@@ -384,10 +402,11 @@ impl Backing {
         flight: &mut Flight,
         begun: Begun,
     ) -> Result<Flown, MediumError> {
-        self.fill_spare();
+        let (nth, began_ns) = (flight.nth, worker.now_ns());
+        self.at_medium(nth, began_ns, || self.fill_spare());
         let offset_bytes = u64::from(begun.segment) * self.segment_bytes as u64;
         let sealed = flight.seal(self, begun).map_err(|Forked| MediumError::Forked);
-        let sealed = sealed.and_then(|()| self.ask_for_room(begun));
+        let sealed = sealed.and_then(|()| self.at_medium(nth, began_ns, || self.ask_for_room(begun)));
         // Another may have had the last of the day's since this one looked.
         if sealed.is_ok() && !self.take_from_daily(worker.now_ns()) {
             self.segments.lock().give_back(begun);
@@ -395,16 +414,16 @@ impl Backing {
             self.gather_anew();
             return Ok(Flown::default());
         }
-        let since = &self.writing_since_ns[flight.nth];
-        since.store(worker.now_ns().max(1), Relaxed);
-        let written = sealed.and_then(|()| self.medium.write_at(offset_bytes, &flight.image));
-        since.store(0, Relaxed);
+        let began_ns = worker.now_ns();
+        let written =
+            sealed.and_then(|()| self.at_medium(nth, began_ns, || self.medium.write_at(offset_bytes, &flight.image)));
         if let Err(error) = written {
             self.counts.failed_writes.fetch_add(1, Relaxed);
             if error != MediumError::NoSpace {
                 self.segments.lock().failed(begun);
                 self.set_health(Health::Failing(error));
             } else {
+                self.leave_no_part(begun);
                 self.segments.lock().no_room(begun);
                 // If this flight did not know, there may be something to clean.
                 if begun.was_short {

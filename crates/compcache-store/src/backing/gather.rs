@@ -189,15 +189,23 @@ impl Taken {
             Taken::Raw => slot::is_raw(meta),
             Taken::Aged { least } => {
                 let may = (slot::is_stored(meta) && !slot::is_raw(meta)) || slot::is_grouped(meta);
-                may && now.wrapping_sub(slot::age(meta)) >= least
+                may && ago(now, meta) >= least
             }
         }
     }
 }
 
+/// How many ages ago a page was used. `now` was looked at before it: one that was used in an age that has begun since is not the oldest.
+fn ago(now: u8, meta: u32) -> u8 {
+    match now.wrapping_sub(slot::age(meta)) {
+        u8::MAX => 0,
+        ago => ago,
+    }
+}
+
 impl Backing {
-    /// Fills the flight with copies of what should leave, as far as there is anything.
-    pub(super) fn gather(&self, store: &Store, worker: &mut Worker, flight: &mut Flight, wanted: &Wanted<'_>) {
+    /// Fills the flight with copies of what should leave, as far as there is anything. Whether there is more, which does not fit.
+    pub(super) fn gather(&self, store: &Store, worker: &mut Worker, flight: &mut Flight, wanted: &Wanted<'_>) -> bool {
         let wants = |pool: &PoolCore| pool.is_on(self) && (wanted.wants)(pool);
         // Those that go here count whatever the health is: what is taken now leaves if this flight arrives.
         let now_ns = worker.now_ns();
@@ -216,17 +224,17 @@ impl Backing {
             for before in [None, Some(*plan)] {
                 round.before = before;
                 if plan.go_on(store, &registry, worker, flight, &round) {
-                    return;
+                    return true;
                 }
                 *plan = Plan::new();
             }
-            return;
+            return false;
         }
         let first = *plan;
         for pass in 1..=PASSES {
             round.before = (pass == PASSES).then_some(first);
             if plan.go_on(store, &registry, worker, flight, &round) {
-                return;
+                return true;
             }
             let taken = match plan.taken {
                 Taken::Raw => Taken::Aged { least: self.least_age(store, &registry, &counts) },
@@ -234,6 +242,7 @@ impl Backing {
             };
             *plan = Plan { taken, ..Plan::new() };
         }
+        false
     }
 
     /// What was gathered was not written and stays where it was: the next flight begins a new pass, with what is to leave first.
@@ -252,7 +261,7 @@ impl Backing {
                 for meta in slots.meta.iter().map(|meta| meta.load(Relaxed)) {
                     let length = if slot::is_grouped(meta) { GROUPED_BYTES } else { u64::from(slot::length(meta)) };
                     if slot::is_stored(meta) || slot::is_grouped(meta) {
-                        bytes[usize::from(now.wrapping_sub(slot::age(meta)))] += length;
+                        bytes[usize::from(ago(now, meta))] += length;
                     }
                 }
             }

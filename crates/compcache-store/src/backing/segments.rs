@@ -361,7 +361,12 @@ impl Segments {
         }
     }
 
-    /// Nothing was written, as there is no room where the backing lies.
+    /// Whether it took no room where the backing lies when this flight began.
+    pub fn has_no_room(&self, begun: Begun) -> bool {
+        matches!(self.table[begun.segment as usize].state, State::Writing { filled: false, .. })
+    }
+
+    /// Nothing of it is there, as there is no room where the backing lies.
     pub fn no_room(&mut self, begun: Begun) {
         self.give_back(begun);
         self.is_short = true;
@@ -369,7 +374,7 @@ impl Segments {
 
     /// Whether this flight goes where there was no room.
     pub fn is_try(&self, begun: Begun) -> bool {
-        self.is_short && matches!(self.table[begun.segment as usize].state, State::Writing { filled: false, .. })
+        self.is_short && self.has_no_room(begun)
     }
 
     /// A free segment that is to be given its room, so that there are `spares` for cleaning when there is none for anything else.

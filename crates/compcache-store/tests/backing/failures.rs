@@ -150,10 +150,10 @@ fn a_segment_taken_to_empty_one_is_not_written_while_nothing_leaves_memory() {
 }
 
 /// A medium that takes room where it is written, or is to be, of which there is so much.
-struct Holes {
-    memory: Box<dyn Medium>,
-    filled: Arc<Mutex<BTreeSet<u64>>>,
-    segments: Arc<AtomicU64>,
+pub struct Holes {
+    pub memory: Box<dyn Medium>,
+    pub filled: Arc<Mutex<BTreeSet<u64>>>,
+    pub segments: Arc<AtomicU64>,
 }
 
 impl Medium for Holes {

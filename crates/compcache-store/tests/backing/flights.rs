@@ -34,10 +34,10 @@ fn what_is_old_leaves_first_also_after_many_failed_writes() {
     assert!(young == 0 && old > 300, "{young} young pages and {old} old ones have left");
 }
 
-type Hook = Box<dyn FnOnce() + Send>;
+pub type Hook = Box<dyn FnOnce() + Send>;
 
 /// A medium that has something happen when a whole segment is read for the first time, before it is.
-struct Hooked(Box<dyn Medium>, Arc<Mutex<Option<Hook>>>);
+pub struct Hooked(pub Box<dyn Medium>, pub Arc<Mutex<Option<Hook>>>);
 
 impl Medium for Hooked {
     fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediumError> {

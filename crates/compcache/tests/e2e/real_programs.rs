@@ -145,6 +145,20 @@ fn rustc_prints_the_same() {
     }
 }
 
+/// Its unwinding is its own: errors are found, and told, as without us.
+#[test]
+fn rustc_fails_the_same() {
+    if has(&["rustc"]) {
+        let _shared = beside_others();
+        let dir = scratch();
+        let source = write(dir.path(), "x.rs", "fn main() { let x: u32 = nothing; }");
+        let rustc = Program::new("rustc").args(["--error-format=short"]).args([source]).dir(dir.path());
+        let (bare, paged) = (rustc.bare(), rustc.paged(ways()[0], &Cap::Resident(512 << 20)));
+        paged.must_equal(&bare);
+        assert!(bare.status.code() == Some(1) && paged.stderr.contains("E0425"), "{}", paged.explain());
+    }
+}
+
 #[test]
 fn perl_prints_the_same() {
     if has(&["perl"]) {

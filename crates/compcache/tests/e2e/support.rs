@@ -2,6 +2,7 @@
 
 mod build;
 pub mod by_rings;
+mod cgroup;
 mod diagnose;
 mod guard;
 mod run;
@@ -9,6 +10,7 @@ mod server;
 mod tree;
 
 pub use build::{memory_tester, preload, release_binary, trap_program};
+pub use cgroup::Cgroup;
 pub use guard::Guard;
 pub use run::{Cap, Outcome, Program, Running, Way, alone, beside_others, sample_until, ways};
 pub use server::{

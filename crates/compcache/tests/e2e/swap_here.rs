@@ -2,9 +2,8 @@
 //! every byte. What must not be tried on a machine that others use is in `swap.rs`.
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::path::Path;
+use std::process::Command;
 use std::sync::{Mutex, MutexGuard, RwLockReadGuard};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,7 +11,7 @@ use std::time::{Duration, Instant};
 use compcache_testkit::features::{Feature, requires};
 use serde_json::Value;
 
-use crate::support::{Guard, Server, beside_others, memory_tester};
+use crate::support::{Cgroup, Guard, Server, beside_others, memory_tester};
 
 const NEEDED: [Feature; 6] = [
     Feature::Root,
@@ -102,57 +101,6 @@ impl BoostBefore {
 impl Drop for BoostBefore {
     fn drop(&mut self) {
         let _ = fs::write(BOOST, &self.0);
-    }
-}
-
-/// A memory cgroup of the test's own.
-struct Cgroup(PathBuf, #[allow(dead_code, reason = "it is there to be dropped")] Guard);
-
-impl Cgroup {
-    fn new(limit_bytes: u64) -> Cgroup {
-        let name = format!("compcache-test-{}", std::process::id());
-        let v1 = PathBuf::from("/sys/fs/cgroup/memory");
-        let (root, file) = match v1.is_dir() {
-            true => (v1, "memory.limit_in_bytes"),
-            false => (PathBuf::from("/sys/fs/cgroup"), "memory.max"),
-        };
-        let path = root.join(name);
-        let end =
-            r#"for nth in $(seq 100); do kill -s KILL $(cat "$1/cgroup.procs"); rmdir "$1" && exit; sleep 0.1; done"#;
-        let guard = Guard::new(end, &[path.as_os_str()]);
-        fs::create_dir(&path).expect("a cgroup");
-        let cgroup = Cgroup(path, guard);
-        fs::write(cgroup.0.join(file), limit_bytes.to_string()).expect("a limit");
-        cgroup
-    }
-
-    /// What the program did, inside. Meanwhile the group's statistics are read: the kernel decides by them whether there is
-    /// anything to swap out, and by itself brings them up to date so seldom that it ends programs in small groups although swap is empty.
-    fn output(&self, program: &Path, arguments: &[&str]) -> Output {
-        let mut command = Command::new("sh");
-        let procs = self.0.join("cgroup.procs");
-        command.arg("-c").arg(r#"echo $$ >"$0" && exec "$@""#).arg(procs).arg(program).args(arguments);
-        let is_over = AtomicBool::new(false);
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                while !is_over.load(Relaxed) {
-                    let _ = fs::read_to_string(self.0.join("memory.stat"));
-                    thread::sleep(Duration::from_millis(2));
-                }
-            });
-            let output = command.output();
-            is_over.store(true, Relaxed);
-            output.expect("it starts")
-        })
-    }
-}
-
-impl Drop for Cgroup {
-    fn drop(&mut self) {
-        let until = Instant::now() + Duration::from_secs(5);
-        while fs::remove_dir(&self.0).is_err() && Instant::now() < until {
-            thread::sleep(Duration::from_millis(20));
-        }
     }
 }
 

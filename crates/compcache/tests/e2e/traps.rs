@@ -6,9 +6,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use compcache_testkit::features::skip;
+use compcache_testkit::features::{Feature, requires, skip};
 
-use crate::support::{Cap, Outcome, Program, Way, beside_others, sample_until, scratch, trap_program, ways};
+use crate::support::{Cap, Cgroup, Outcome, Program, Way, beside_others, sample_until, scratch, trap_program, ways};
 
 const LACKS: i32 = 77;
 /// Half of the programs' working set: what they make cold leaves then, and with less some of them take minutes.
@@ -233,6 +233,24 @@ traps! {
     a_program_sees_nothing_of_the_pager: "shows_nothing" [];
     a_program_may_have_a_userfaultfd_of_its_own: "own_userfaultfd" [];
     static_memory_is_right: "static_data" [];
+}
+
+/// Where the kernel takes it just then, it must not be missed on its way out.
+#[test]
+fn what_is_freed_is_old_or_zero_while_the_kernel_takes_it() {
+    if !requires(&[Feature::Root, Feature::CgroupMemory]) {
+        return;
+    }
+    let _shared = beside_others();
+    for way in ways() {
+        let group = Cgroup::new(1 << 30);
+        let program = trap("discards").args(["reclaimed".as_ref(), group.path().as_os_str()]);
+        let outcome = program.env("TRAP_EXPECT_EVICTION", "1").paged(way, &CAP);
+        if !is_skip(&outcome) {
+            assert!(outcome.status.success(), "{way:?}: {}", outcome.explain());
+            outcome.must_have_evicted();
+        }
+    }
 }
 
 /// What is copied by a function of libc's is paged again; what is copied past it is not, and counted.

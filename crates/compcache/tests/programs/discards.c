@@ -4,6 +4,7 @@
  *   dontneed     MADV_DONTNEED of evicted, of present and of half evicted ranges: zero afterwards
  *   racing       the same while other threads evict, write and discard without a pause
  *   free         MADV_FREE: each page old or zero until it is written, then what was written
+ *   reclaimed    the same while the kernel takes what was freed, in a memory control group
  *   brk          the heap's end goes down and up again: the part that left reads as zeroes
  *   wipeonfork   zero in the child, whole in the parent
  *   dontfork     absent in the child, whole in the parent
@@ -91,7 +92,9 @@ static void lazily(void)
 	struct area area = area_new(working_set() / 2, 12, 1);
 	for (uint64_t round = 1; round < 4; round++) {
 		if (round != 2) area_push_out(&area);
-		MUST(madvise(area.at, area.pages * PAGE, MADV_FREE) == 0);
+		/* Past libc the second time. */
+		if (round == 2) MUST(syscall(SYS_madvise, area.at, area.pages * PAGE, MADV_FREE) == 0);
+		else MUST(madvise(area.at, area.pages * PAGE, MADV_FREE) == 0);
 		if (round == 3) filler_walk();
 		for (size_t page = 0; page < area.pages; page += 2) page_write(area.at + page * PAGE, 12, page, round + 1);
 		filler_walk();
@@ -103,6 +106,37 @@ static void lazily(void)
 		area_fill(&area, round + 1);
 	}
 	area_check(&area, 4);
+}
+
+/*
+ * What is freed lazily, past libc, and the kernel takes when it wants to: which it does, for this group's sake, as soon as some of it is on its way out.
+ */
+static void reclaimed(const char *group)
+{
+	char path[4096], pid[32];
+	snprintf(path, sizeof(path), "%s/cgroup.procs", group);
+	int procs = open(path, O_WRONLY);
+	MUST(procs >= 0 && write(procs, pid, (size_t)snprintf(pid, sizeof(pid), "%d", getpid())) > 0);
+	snprintf(path, sizeof(path), "%s/memory.reclaim", group);
+	int reclaim = open(path, O_WRONLY);
+	if (reclaim < 0) {
+		snprintf(path, sizeof(path), "%s/memory.force_empty", group);
+		reclaim = open(path, O_WRONLY);
+	}
+	if (reclaim < 0) lacks("memory.reclaim or memory.force_empty");
+	struct area area = area_new(working_set() / 4, 22, 1);
+	area_push_out(&area);
+	area_fill(&area, 2);
+	MUST(syscall(SYS_madvise, area.at, area.pages * PAGE, MADV_FREE) == 0);
+	long before = pages_that_are(PRESENT, area.at, area.pages), reclaims = 0;
+	for (double start = seconds_now(); expects_eviction() && reclaims < 20 && seconds_now() - start < 14;) {
+		filler_walk();
+		long present = pages_that_are(PRESENT, area.at, area.pages);
+		if (present <= 0 || present > before - 8) continue;
+		reclaims += write(reclaim, "32M", 3) >= 0 || errno == EAGAIN;
+	}
+	for (size_t page = 0; page < area.pages; page++)
+		if (!page_is_zero(area.at + page * PAGE)) page_check(area.at + page * PAGE, 22, page, 2);
 }
 
 static void heap_end(void)
@@ -225,6 +259,9 @@ static void guard_errors(void)
 	}
 }
 
+/* As libc does on the stacks of threads. */
+static int guard_past_libc(void *at, size_t len, int advice) { return (int)syscall(SYS_madvise, at, len, advice); }
+
 static void guard_stream(void)
 {
 	struct area area = area_new(8 * MIB, 19, 1);
@@ -233,7 +270,8 @@ static void guard_stream(void)
 		/* What is filled is new memory the second time, and comes back from where it was the other times. */
 		if (round == 2) MUST(madvise(area.at, area.pages * PAGE, MADV_DONTNEED) == 0);
 		for (size_t page = 7; page < area.pages; page += 8)
-			if (madvise(area.at + page * PAGE, PAGE, MADV_GUARD_INSTALL) != 0) lacks("MADV_GUARD_INSTALL");
+			if ((round == 2 ? guard_past_libc : madvise)(area.at + page * PAGE, PAGE, MADV_GUARD_INSTALL) != 0)
+				lacks("MADV_GUARD_INSTALL");
 		for (size_t page = 0; page < area.pages; page++)
 			if (page % 8 != 7) page_write(area.at + page * PAGE, 19, page, round + 1);
 		for (size_t page = 7; page < area.pages; page += 8)
@@ -269,6 +307,7 @@ int main(int argc, char **argv)
 	if (mode_is(argc, argv, "dontneed")) dontneed();
 	else if (mode_is(argc, argv, "racing")) racing();
 	else if (mode_is(argc, argv, "free")) lazily();
+	else if (argc > 2 && mode_is(argc, argv, "reclaimed")) reclaimed(argv[2]);
 	else if (mode_is(argc, argv, "brk")) heap_end();
 	else if (mode_is(argc, argv, "wipeonfork")) over_fork(MADV_WIPEONFORK);
 	else if (mode_is(argc, argv, "dontfork")) over_fork(MADV_DONTFORK);
@@ -276,7 +315,7 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "guard_errors")) guard_errors();
 	else if (mode_is(argc, argv, "guard_stream")) guard_stream();
 	else if (mode_is(argc, argv, "advice")) advice();
-	else die("dontneed | racing | free | brk | wipeonfork | dontfork | guard | guard_errors | guard_stream | advice");
+	else die("dontneed | racing | free | reclaimed GROUP | brk | wipeonfork | dontfork | guard | guard_errors | guard_stream | advice");
 	area_check(&kept, 1);
 	return passed();
 }

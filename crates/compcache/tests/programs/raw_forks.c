@@ -3,7 +3,7 @@
  * Such a child finds evicted pages as zeroes, unless the pager notices; each must have right memory, and so its parent.
  * "past_libc" makes the system call itself, which nothing in the process can notice.
  *
- * "changes" is such a copy that unmaps, discards and moves memory, and makes a copy of itself, before it looks at any.
+ * "changes" is such a copy that unmaps, discards and moves memory, and makes a copy of itself, before it looks at any. What is wiped in copies is zero.
  */
 #include "trap.h"
 #include <linux/sched.h>
@@ -58,6 +58,9 @@ static void changes(void)
 	for (int round = 0; round < 5; round++) {
 		struct area piece[PIECES];
 		unsigned char *place = map_private(pages * PAGE);
+		struct area wiped = area_new(pages * PAGE, 29, 1);
+		MUST(madvise(wiped.at, pages * PAGE, MADV_WIPEONFORK) == 0);
+		area_push_out(&wiped);
 		for (int i = 0; i < PIECES; i++) piece[i] = area_new(pages * PAGE, 30 + i, 1);
 		for (int i = 0; i < PIECES; i++) area_push_out(&piece[i]);
 		pid_t child = copy_of_process("past_libc");
@@ -69,6 +72,7 @@ static void changes(void)
 			pid_t grandchild = copy_of_process("past_libc");
 			if (grandchild == 0) MUST(munmap(piece[3].at, pages * PAGE) == 0);
 			must_be_zero(piece[1].at, pages * PAGE, "discarded");
+			must_be_zero(wiped.at, pages * PAGE, "MADV_WIPEONFORK in a copy past libc");
 			for (int i = grandchild ? 2 : 4; i < PIECES; i++) area_check(&piece[i], 1);
 			area_check(&piece[2], 1);
 			if (grandchild) must_succeed(grandchild);
@@ -79,6 +83,8 @@ static void changes(void)
 			area_check(&piece[i], 1);
 			MUST(munmap(piece[i].at, pages * PAGE) == 0);
 		}
+		area_check(&wiped, 1);
+		MUST(munmap(wiped.at, pages * PAGE) == 0);
 		MUST(munmap(place, pages * PAGE) == 0);
 	}
 }
