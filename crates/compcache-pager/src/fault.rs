@@ -583,8 +583,10 @@ impl Handler {
         let mut state = self.lock(pager, channel);
         state.under_way -= 1;
         state.loading = 0..0;
-        if let Some(page) = damaged {
-            return Self::lost(state, run, page);
+        match (damaged, error) {
+            (Some(_), Some(errno)) => return (state, Err(errno)),
+            (Some(page), None) => return Self::lost(state, run, page),
+            (None, _) => {}
         }
         let copied = copied / PAGE;
         state.grown_pages += copied as u64;

@@ -147,10 +147,10 @@ pub fn populate(pager: &Pager, state: &mut State, worker: &mut Worker, contents:
     bring(pager, state, worker, contents, &mut copy, 0, 0);
 }
 
-/// Notes as given up what a copy of this process finds empty. False when that is too much.
+/// Notes as given up what a copy of this process finds empty. False when that is too much, or cannot be seen.
 #[inline(never)]
 fn note_wiped(changes: &mut Changes) -> bool {
-    let Some(smaps) = process::open(c"/proc/thread-self/smaps") else { return true };
+    let Some(smaps) = process::open(c"/proc/thread-self/smaps") else { return false };
     let (mut buffer, mut has_all) = (MapsBuffer::new(), true);
     maps::for_each_wiped(smaps.as_fd(), &mut buffer, |mapping| {
         has_all &= changes.note(Message::Remove { start: mapping.start, end: mapping.end });

@@ -27,6 +27,7 @@ impl Errno {
     pub const EEXIST: Errno = Errno(17);
 }
 
+const SYS_CLOSE: usize = 3;
 const SYS_RT_SIGACTION: usize = 13;
 const SYS_RT_SIGPROCMASK: usize = 14;
 const SYS_EXIT: usize = 60;
@@ -43,7 +44,6 @@ const SYS_GET_ROBUST_LIST: usize = 274;
 const SYS_PROCESS_VM_READV: usize = 310;
 const SYS_PROCESS_VM_WRITEV: usize = 311;
 const SYS_SCHED_SETATTR: usize = 314;
-const SYS_CLOSE: usize = 3;
 const SYS_CLOSE_RANGE: usize = 436;
 
 /// One system call.

@@ -114,7 +114,7 @@ impl Store {
     /// come to wait for it as well; if nothing leaves for another, it is held up.
     ///
     /// # Errors
-    /// What the last medium said that was asked, if nothing has left.
+    /// What the last medium said that was asked, if nothing has left and none is busy or held up.
     pub fn reclaim_any(&self, worker: &mut Worker) -> Result<Reclaimed, MediumError> {
         worker.must_be_of(self);
         let nothing = Reclaimed { finished: true, ..Reclaimed::default() };

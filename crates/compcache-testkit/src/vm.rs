@@ -269,9 +269,9 @@ impl Vm {
         // The kernel believes the clock whatever the host lets it wait for: to do without, it rewrites code in use, and that the emulator
         // has got wrong (int3 in sched_clock_cpu, after 24 minutes on a host with ten others at work).
         // A machine that is interrupted prints what each task is waiting for.
-        // What protects from other programs on the same processor, and wipes pages before they are used, costs the emulator time.
+        // What protects from other programs on the same processor, wipes pages before they are used, and tests ciphers at the start, costs the emulator time.
         let options = "console=ttyS0 quiet panic=-1 rootfstype=ramfs tsc=reliable unknown_nmi_panic panic_print=67 mitigations=off \
-                       init_on_alloc=0";
+                       init_on_alloc=0 cryptomgr.notests";
         let mut command = Command::new("qemu-system-x86_64");
         command
             .args(["-M", "q35", "-cpu", "max", "-display", "none", "-no-reboot"])

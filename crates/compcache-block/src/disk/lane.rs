@@ -166,7 +166,8 @@ impl Disk {
         match done {
             Ok(done) if done.is_busy => thread::sleep(RECLAIM_WAIT),
             Ok(done) if done.is_held_up => thread::sleep(IDLE_WAIT),
-            Ok(done) => return done.pages > 0 || done.freed_bytes > 0,
+            // A flight that only cleaned has made room for the next.
+            Ok(done) => return done.pages > 0 || done.freed_bytes > 0 || !done.finished,
             // It is in bad health now, and that is where the writer looks next.
             Err(_) => {}
         }

@@ -1,8 +1,8 @@
 //! Cleaning: what lives in mostly dead segments is gathered for the next flight, and the segments become free.
 //!
 //! It begins when at most one segment in sixteen is free (two at least), and is done as part of a flight, so that what it moves
-//! and what leaves memory share one write. Where nothing leaves memory it goes on while there is room: a flight that takes a segment and empties
-//! only one is not written. A segment is read whole, its list says which pages its records were of, and
+//! and what leaves memory share one write. Where nothing leaves memory it goes on while there is room: a flight that takes a segment, empties
+//! only one and has nothing else is not written. Where what leaves does not fit beside it, it leaves without. A segment is read whole, its list says which pages its records were of, and
 //! their slots say which still are. A record is opened before it is moved, so that damage is not sealed anew.
 //!
 //! A segment with something in it that is damaged, or that is not where its list says (its page was moved to

@@ -4,7 +4,7 @@
 //! |-----------|--------------------------------------------------------------|---------------------------------|
 //! | look      | whether so much may be written today; if not, nothing is     | the day's writes                |
 //! | clean     | live records of mostly dead segments are gathered            | while the slots are asked: registry, a slot |
-//! | gather    | objects are copied, as they are in the arena; if there are none, more is cleaned | registry, a slot |
+//! | gather    | objects are copied, as they are in the arena; if there are none, more is cleaned; if none fits, what was cleaned stays where it was, unless that gains | registry, a slot |
 //! | begin     | a free segment, and a number that no other flight has had    | segments                        |
 //! | seal      | from the copies into the image of the segment                | none                            |
 //! | count     | what is about to be written counts for the day               | the day's writes                |
@@ -302,6 +302,8 @@ impl Backing {
         let has_none = flight.end == moved_bytes && moved > 0 && !cleaned.is_full;
         if has_none && !is_more {
             self.clean(store, worker, flight, &mut cleaned, Until::Full);
+            moved = flight.records();
+            moved_bytes = flight.end;
         } else if has_none && cleaned.emptied <= 1 {
             // What leaves does not fit beside what was moved, and goes alone.
             flight.clear();

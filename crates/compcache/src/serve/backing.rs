@@ -471,7 +471,7 @@ impl Reclaimer {
             let Ok(done) = self.store.write_back(&mut self.worker, &pool, Leaving::Oldest) else { break };
             pages += done.pages as u64;
             left_bytes += done.object_bytes;
-            if done.finished || done.pages == 0 {
+            if done.finished || done.is_busy {
                 break;
             }
         }
