@@ -55,7 +55,7 @@
 //! A [`Disk`] is not lasting: its contents end with the process. Its `flush` says so by succeeding at once.
 
 // Lifted for fuse_loop/loop_device.rs, which makes the system calls of loop devices, and fuse_loop/namespace.rs; for
-// ublk/control.rs and ublk/queue.rs, which put commands into an io_uring, and ublk/memory.rs, which maps what they need.
+// ublk/control.rs and ublk/queue.rs, which put commands into an io_uring, and ublk/memory.rs, which maps what they need; and for nbd/buffer.rs.
 #![deny(unsafe_code)]
 
 mod array;

@@ -1,6 +1,6 @@
 //! What keeps a write of a part of a block apart from everything else that changes the block.
 //!
-//! Blocks fall into segments of neighbours (64 of them on a [`Disk`](crate::Disk), 256 on a [`Cached`](crate::Cached)), segments into 64 stripes by
+//! Blocks fall into segments of neighbours (64 of them on a [`Disk`](crate::Disk), 256 on an [`Origin`](crate::Origin)), segments into 64 stripes by
 //! their number. A run of whole blocks shares the stripe of each segment while it writes there; a write of a part has it to
 //! itself while it reads and writes. So a run pays one lock for a segment, writers of whole blocks never wait for each other,
 //! and two that write parts wait for each other only in the same segment, or by chance, one time in 64. Reads take none.

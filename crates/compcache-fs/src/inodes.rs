@@ -16,7 +16,7 @@
 //! | root's | 1                   | 0xffff_000000000000 |
 //!
 //! A file server may remove a file that we hold, and give its number to another, which is then met under the number that the kernel knows the first by. That one gets a number from
-//! the counter. On other file systems the number of a file that is held is nobody else's.
+//! the counter; so do all but the first of those that only look like one file (`twins.rs`). Else the number of a file that is held is nobody else's.
 //!
 //! **Room.** The kernel remembers every file it has met until it wants the memory, and a process has only so many descriptors. When half of them
 //! are taken, the files that were met first are handed, by all of their names, to a thread that has the kernel forget them ([`Inodes::oldest`]); it keeps those that are
@@ -47,6 +47,7 @@ use crate::modified::Modified;
 use crate::names::{Given, Names};
 use crate::passthrough::Ways;
 use crate::stamp::{generation_of, id_at, id_of, look, mount_of, stamp_of};
+use crate::twins;
 
 const DEVICE_SHIFT: u32 = 48;
 /// Descriptors that are not for files the kernel knows.
@@ -180,6 +181,8 @@ enum Upper {
 struct Table {
     by_number: HashMap<u64, Known>,
     by_id: HashMap<FileId, u64>,
+    /// Those that look like another, which is in `by_id`, or was when they were met ([`twins`]).
+    twins: Vec<u64>,
     root_device: u64,
     /// The upper bits of others, if there were any left.
     devices: HashMap<u64, Option<u64>>,
@@ -195,8 +198,8 @@ impl Table {
     fn new(root_device: u64) -> Table {
         let mut uppers = vec![Upper::Free; UPPERS];
         uppers[0] = Upper::Root;
-        let (by_number, by_id, devices, kinds, met) = Default::default();
-        Table { by_number, by_id, root_device, devices, uppers, kinds, met, meetings: 0 }
+        let (by_number, by_id, twins, devices, kinds, met) = Default::default();
+        Table { by_number, by_id, twins, root_device, devices, uppers, kinds, met, meetings: 0 }
     }
 
     /// The number of a file that follows from its own, if one does.
@@ -219,6 +222,13 @@ impl Table {
         device.filter(|_| upper == 0).map(|device| device << DEVICE_SHIFT | id.ino)
     }
 
+    /// All that look so.
+    fn looking_so(&self, id: FileId) -> impl Iterator<Item = &Arc<Node>> {
+        let first = self.by_id.get(&id).into_iter();
+        let all = first.chain(&self.twins).filter_map(|number| self.by_number.get(number));
+        all.map(|known| &known.node).filter(move |node| node.id == id)
+    }
+
     /// A file counts as met last.
     fn meet(&mut self, number: u64) -> u64 {
         self.meetings += 1;
@@ -230,6 +240,8 @@ impl Table {
 /// All of them.
 pub struct Inodes {
     table: Mutex<Table>,
+    /// Who meets a file that may have twins meets it alone.
+    meeting: Mutex<()>,
     counted: AtomicU64,
     /// `/proc/self/fd`, where every descriptor can be opened anew.
     descriptors: OwnedFd,
@@ -261,6 +273,7 @@ impl Inodes {
         let crowded = usize::try_from(room / 2).unwrap_or(usize::MAX);
         Ok(Inodes {
             table: Mutex::new(table),
+            meeting: Mutex::new(()),
             counted: AtomicU64::new(COUNTED),
             descriptors,
             root,
@@ -295,11 +308,20 @@ impl Inodes {
         Ok((self.give_as(fd, &stat, parent, name), stat))
     }
 
+    /// The file that looks so, if the kernel knows it; of several, that with this name.
+    pub fn known_as(&self, id: FileId, parent: INodeNo, name: &OsStr) -> Option<Arc<Node>> {
+        let table = self.lock();
+        let is_so = |node: &&Arc<Node>| node.names.all().iter().any(|(of, called)| *of == parent && called == name);
+        let twin = if table.twins.is_empty() { None } else { table.looking_so(id).find(is_so).cloned() };
+        drop(table);
+        twin.or_else(|| self.known(id))
+    }
+
     /// The file that looks so and was found under `name` in `parent`, if the kernel knows it already and no other can have its number; counts as given once more.
     pub fn give_again(&self, stat: &Statx, parent: &Node, name: &OsStr) -> Option<Arc<Node>> {
         let id = id_of(stat);
         let mut table = self.lock();
-        if table.kinds.get(&id.dev).is_none_or(|kind| REMOTE.contains(kind)) {
+        if table.kinds.get(&id.dev).is_none_or(|kind| REMOTE.contains(kind) || twins::may_have(*kind, stat)) {
             return None;
         }
         let number = *table.by_id.get(&id)?;
@@ -406,9 +428,15 @@ impl Inodes {
         let is_beside = mount_of(stat) == parent.mount;
         // Asked outside the lock: the answer may come from a file server.
         let limits = if is_beside { parent.limits } else { limits_of(&fd) };
-        let is_steady = self.kind(id, &fd) != FUSE;
+        let kind = self.kind(id, &fd);
+        let is_steady = kind != FUSE;
+        let may_have_twins = twins::may_have(kind, stat);
+        let _alone = may_have_twins.then(|| self.meeting.lock().unwrap_or_else(PoisonError::into_inner));
+        let same = if may_have_twins { self.same(id, &fd) } else { None };
         let mut table = self.lock();
-        if let Some(number) = table.by_id.get(&id).copied().filter(|number| Some(*number) != dead)
+        let known = if may_have_twins { same } else { table.by_id.get(&id).copied() };
+        let is_twin = may_have_twins && known.is_none() && table.by_id.contains_key(&id);
+        if let Some(number) = known.filter(|number| Some(*number) != dead)
             && let Some(known) = table.by_number.get_mut(&number)
         {
             known.lookups += 1;
@@ -417,17 +445,27 @@ impl Inodes {
             node.is_found(parent, name);
             return node;
         }
-        let number = if dead.is_some() { self.next_counted() } else { self.number(&mut table, id) };
+        let number = if dead.is_some() || is_twin { self.next_counted() } else { self.number(&mut table, id) };
         // The kernel still calls another by the number that this one would have: one that is dead, whoever is known by its identity since.
         let number = if table.by_number.contains_key(&number) { self.next_counted() } else { number };
         let is_directory = FileType::from_raw_mode(stat.stx_mode.into()).is_dir();
         let node = Arc::new(Node::new(INodeNo(number), stat, limits, is_steady, fd));
-        table.by_id.insert(id, number);
+        if is_twin {
+            table.twins.push(number);
+        } else {
+            table.by_id.insert(id, number);
+        }
         let met = (!is_directory).then(|| table.meet(number));
         table.by_number.insert(number, Known { node: node.clone(), lookups: 1, met });
         drop(table);
         node.is_found(parent, name);
         node
+    }
+
+    /// What the kernel calls the one of those that look so that is this one.
+    fn same(&self, id: FileId, fd: &OwnedFd) -> Option<u64> {
+        let all: Vec<_> = self.lock().looking_so(id).cloned().collect();
+        all.iter().find(|node| twins::are_one(&node.fd, fd)).map(|node| node.number.0)
     }
 
     /// What the kernel calls a file that had this number below, if that is another's by now: a file server does not know that we hold the file, and gives its
@@ -546,6 +584,7 @@ impl Inodes {
             if table.by_id.get(&known.node.id) == Some(&number.0) {
                 table.by_id.remove(&known.node.id);
             }
+            table.twins.retain(|twin| *twin != number.0);
             known.met.map(|met| table.met.remove(&met));
         }
         drop(table);

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! Every operation goes through to the tree at the source, and its answer is the answer (`tree.rs`). Pages that are read go to the pool behind the
-//! answer, and come from there when the kernel has dropped its own (`cache.rs`, `tree/reading.rs`). The source is held by a descriptor opened
+//! answer, and come from there when the kernel has dropped its own (compcache-cache, `tree/reading.rs`). The source is held by a descriptor opened
 //! before anything is mounted, so that it may be the directory that is mounted over. Several users are served if the mount is root's
 //! (`caller.rs`).
 //!
@@ -20,7 +20,7 @@
 //! # Lock order
 //! An open file's position is held around the call that uses it, an open directory's listing around those that read it, an open file's second descriptor is opened by one thread while others wait, and
 //! how a file is open is held while the kernel is given it and while what is kept of it is dropped; inside of them, and of
-//! nothing else, one of these at a time: the table of inodes, the tables of handles, that of watches, who is astray, a node's name or stamp, the cache's index (inside of it, the
+//! nothing else, one of these at a time: the table of inodes (also while a file is met that may have twins), the tables of handles, that of watches, who is astray, a node's name or stamp, the cache's index (inside of it, the
 //! store's own), what was read ahead. That last one also inside of an open file's run of requests.
 
 // Lifted for sys.rs, which makes the few calls that no safe function makes.
@@ -45,6 +45,7 @@ mod stamp;
 #[allow(unsafe_code)]
 mod sys;
 mod tree;
+mod twins;
 mod watch;
 
 pub use compcache_cache::CacheStats;

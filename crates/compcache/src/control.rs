@@ -290,7 +290,7 @@ pub struct DailyState {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct OriginState {
     /// Where it is.
-    pub path: PathBuf,
+    pub path: String,
     /// Whether the page cache holds none of it.
     pub is_direct: bool,
     /// What lies behind its last whole block, and is not shown.
@@ -346,10 +346,11 @@ struct Version {
     version: u32,
 }
 
-fn to_line<T: Serialize>(said: T) -> Vec<u8> {
-    let mut line = serde_json::to_vec(&Line { version: VERSION, said }).expect("what is said is always JSON");
+/// A path that is no text cannot be said.
+fn to_line<T: Serialize>(said: T) -> serde_json::Result<Vec<u8>> {
+    let mut line = serde_json::to_vec(&Line { version: VERSION, said })?;
     line.push(b'\n');
-    line
+    Ok(line)
 }
 
 fn from_line<T: for<'a> Deserialize<'a>>(line: &[u8]) -> anyhow::Result<T> {
@@ -398,12 +399,12 @@ mod tests {
             Request::List,
             Request::Change(Change { name: "b".into(), ..Change::default() }),
         ] {
-            assert_eq!(from_line::<Request>(&to_line(request.clone())).unwrap(), request);
+            assert_eq!(from_line::<Request>(&to_line(request.clone()).unwrap()).unwrap(), request);
         }
         let recompressed = Reply::Recompressed { pages: 1, before_bytes: 2, after_bytes: 1 };
         let failed = Reply::Failed { why: "no".into() };
         for reply in [Reply::Done, failed, recompressed, Reply::Disks(Vec::new())] {
-            assert_eq!(from_line::<Reply>(&to_line(reply.clone())).unwrap(), reply);
+            assert_eq!(from_line::<Reply>(&to_line(reply.clone()).unwrap()).unwrap(), reply);
         }
     }
 

@@ -10,9 +10,10 @@
 //! | compaction | gives memory of half-empty spans back, a step at a time  |
 //! | recompression | has blocks compressed again that are [`cold`]        |
 //! | reserve    | keeps memory at hand while a disk is for swap ([`safe`])  |
+//! | ballast    | throws it off where the reserve cannot be filled ([`safe`]) |
 //! | overload   | asks for the OOM killer when swap refuses ([`overload`])  |
 //! | backing    | one for each disk that has one: blocks leave ([`backing`]) |
-//! | compaction | one more for each disk that has an origin ([`origin`])   |
+//! | upkeep     | one for each disk that has an origin: what was written is stored, and compaction ([`origin`]) |
 //! | transports | theirs                                                   |
 //!
 //! Locks: the disks' names are under one lock ([`disks`]), held while a disk is made or changed, never while one
@@ -155,7 +156,7 @@ impl Display for Limits {
     }
 }
 
-/// Each NBD client takes two descriptors, and there may be many.
+/// Each NBD client takes three descriptors, and there may be many.
 fn allow_many_descriptors() {
     let limit = getrlimit(Resource::Nofile);
     // If it may not be, clients are sent away earlier.

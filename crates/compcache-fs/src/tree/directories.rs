@@ -63,7 +63,8 @@ impl Tree {
         self.each_name(handle, offset, |open, listed| {
             // The kernel takes no note of the file behind these two.
             if listed.name == "." || listed.name == ".." {
-                let shown = self.shown(&open.node.look().ok()?, &open.node);
+                let mut shown = self.shown(&open.node.look().ok()?, &open.node);
+                shown.ino = self.number_of(open, listed);
                 return Some(give(Entry::Known(&shown, 0), listed.next, &listed.name));
             }
             let made = match self.find_in(&open.node, &listed.name) {

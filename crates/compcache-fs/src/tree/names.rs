@@ -202,7 +202,7 @@ impl Tree {
     /// A file, as it was, has just lost a name. What is kept of it goes with its last one.
     fn has_lost(&self, file: Option<Statx>, parent: &Node, name: &OsStr) {
         let Some(stat) = file else { return };
-        if let Some(node) = self.inodes.known(id_of(&stat)) {
+        if let Some(node) = self.inodes.known_as(id_of(&stat), parent.number, name) {
             node.names.remove(parent.number, name);
         }
         if stat.stx_nlink == 1 {
@@ -213,7 +213,7 @@ impl Tree {
     /// A file has just been moved: the kernel knows it by the name it has now, and no more by the one it had.
     fn has_moved(&self, had: (&Node, &OsStr), has: (&Node, &OsStr)) {
         if let Ok(stat) = look_at(has.0, has.1)
-            && let Some(node) = self.inodes.known(id_of(&stat))
+            && let Some(node) = self.inodes.known_as(id_of(&stat), had.0.number, had.1)
         {
             node.names.remove(had.0.number, had.1);
             node.names.add(has.0.number, has.1);

@@ -31,10 +31,9 @@ use crate::handles::OpenFile;
 use crate::passthrough::Way;
 use crate::stamp::{Stamp, look, now, stamp_of};
 use crate::sys;
+use crate::twins::OVERLAYFS;
 
 const PAGE: u64 = 4096;
-/// `OVERLAYFS_SUPER_MAGIC`.
-const OVERLAYFS: i64 = 0x794c_7630;
 /// From here on a direct read takes less time than one through the page cache below (docs/decisions/0036).
 const DIRECT_BYTES_MIN: usize = 32 << 10;
 
@@ -255,7 +254,9 @@ impl Tree {
     /// Another descriptor for an open file, if the file system says that it takes direct reads of pages, and there are enough descriptors. On overlayfs, what is
     /// cached is cached of another file, and not told.
     fn direct(&self, open: &OpenFile) -> Option<OwnedFd> {
-        if !self.inodes.has_room_for_two_each(self.files.count()) || fstatfs(&open.fd).ok()?.f_type == OVERLAYFS {
+        if !self.inodes.has_room_for_two_each(self.files.count())
+            || fstatfs(&open.fd).ok()?.f_type == i64::from(OVERLAYFS)
+        {
             return None;
         }
         let as_opened = fcntl_getfl(&open.fd).ok()? & OFlags::NOATIME;

@@ -8,7 +8,7 @@ use rustix::io::{self, Errno};
 
 use super::Tree;
 use super::control::Control;
-use crate::caller::{Caller, as_owner, unchecked};
+use crate::caller::{Caller, as_owner, in_own_room, unchecked};
 
 /// The kernel lists no more.
 const LIST_BYTES_MAX: usize = 64 << 10;
@@ -110,9 +110,12 @@ impl Tree {
 }
 
 /// Changes an attribute with the rights that are right for it: to change an ACL is to change the mode.
-fn changing(caller: Caller, name: &OsStr, change: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+fn changing(caller: Caller, name: &OsStr, mut change: impl FnMut() -> io::Result<()>) -> io::Result<()> {
     if ACLS.iter().any(|acl| name == *acl) {
         return as_owner(caller, change);
+    }
+    if name.as_encoded_bytes().starts_with(b"user.") {
+        return in_own_room(caller, change);
     }
     if is_checked(caller, name) { change() } else { unchecked(caller, change) }
 }

@@ -13,8 +13,9 @@ use super::{Reply, Request, from_line, to_line};
 /// # Errors
 /// There is no server there, it is somebody else's, or it refused; the message says what to do.
 pub fn ask(socket: &Path, request: Request) -> anyhow::Result<Reply> {
+    let request = to_line(request).context("that cannot be asked")?;
     let stream = UnixStream::connect(socket).map_err(|error| explain(socket, error))?;
-    (&stream).write_all(&to_line(request)).context("the server at the other end went away")?;
+    (&stream).write_all(&request).context("the server at the other end went away")?;
     let mut line = Vec::new();
     BufReader::new(stream).read_until(b'\n', &mut line).context("the server's answer did not come")?;
     if !line.ends_with(b"\n") {

@@ -192,9 +192,12 @@ fn converse(stream: &UnixStream, served: &dyn Served) {
             Ok(request) => served.serve(request, &Asker(stream)),
             Err(error) => Reply::Failed { why: format!("{error:#}") },
         };
-        if (&mut &*stream).write_all(&to_line(reply)).is_err() {
-            return;
+        let unsaid = |error| Reply::Failed { why: format!("what came of it cannot be said: {error}") };
+        let line = to_line(reply).or_else(|error| to_line(unsaid(error)));
+        if line.is_ok_and(|line| (&mut &*stream).write_all(&line).is_ok()) {
+            continue;
         }
+        return;
     }
 }
 

@@ -129,7 +129,7 @@ fn shown_daily(name: &str, daily: &DailyState) -> String {
 
 /// What is known of a disk with an origin.
 fn shown_over(disk: &DiskState, of: &OriginState) -> String {
-    let mut text = format!("  origin            {}\n", of.path.display());
+    let mut text = format!("  origin            {}\n", of.path);
     if !of.is_direct {
         text += "                    its file system has no direct input and output: the page cache holds a part of it, too\n";
     }

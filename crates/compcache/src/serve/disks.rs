@@ -551,7 +551,7 @@ impl Attached {
         match &self.shows {
             Shows::Pool(disk) => Ok(disk),
             Shows::Origin(origin) => {
-                bail!("disk {name} stays as it is: size and contents are those of {}", origin.state().path.display())
+                bail!("disk {name} stays as it is: size and contents are those of {}", origin.state().path)
             }
         }
     }

@@ -79,7 +79,7 @@ impl DiskOrigin {
     /// What is shown of it.
     pub fn state(&self) -> OriginState {
         OriginState {
-            path: self.origin.path().to_owned(),
+            path: self.origin.path().display().to_string(),
             is_direct: self.origin.is_direct(),
             left_out_bytes: self.origin.left_out_bytes(),
         }

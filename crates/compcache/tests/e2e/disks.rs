@@ -627,4 +627,12 @@ fn a_path_that_is_not_text_is_refused_in_words() {
         .output()
         .expect("compcache can be started");
     assert!(!output.status.success() && said(&output).contains("UTF-8"), "{}", said(&output));
+    // Nor does one that is only met on the way end the server, with all it has.
+    let dir = scratch();
+    let (real, link) = (dir.path().join(OsStr::from_bytes(b"\xff")), dir.path().join("link"));
+    fs::write(&real, [0; 1 << 16]).expect("a file");
+    std::os::unix::fs::symlink(&real, &link).expect("a link");
+    let (link, socket) = (link.display().to_string(), dir.path().join("nbd").display().to_string());
+    server.ok(&["disk", "create", "--name", "over", "--origin", &link, "--transport", "nbd", "--nbd-socket", &socket]);
+    assert!(server.ok(&["disk", "show", "over"]).contains('\u{fffd}'));
 }

@@ -1,7 +1,7 @@
 //! Trees over file systems of a test's own: what those refuse, or do in their own way, is so on the mount.
 
 use std::ffi::{CString, OsString};
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -17,7 +17,7 @@ use compcache_testkit::features::{Feature, requires, skip};
 use tempfile::TempDir;
 
 use crate::mount_posix::as_user;
-use crate::support::{PATIENCE, Stopped, Tree, can_mount, compcache, copy_program, said, scratch};
+use crate::support::{PATIENCE, Stopped, Tree, can_mount, compcache, copy_program, said, sample_until, scratch};
 
 const MIB: usize = 1 << 20;
 /// Longer than a file's times need to tell its versions apart.
@@ -226,27 +226,27 @@ fn a_name_of_which_nothing_can_be_known_is_listed_with_the_others() {
     assert!(error.as_ref().is_err_and(|error| dead.contains(error)), "{error:?}");
 }
 
+/// An overlayfs on a directory's `source`, without an index, with what `fill` makes in its lower layer.
+fn overlay(directory: &TempDir, fill: impl Fn(&Path)) {
+    let layers = directory.path().join("layers");
+    fs::create_dir(&layers).unwrap();
+    run("mount", &["-t", "tmpfs", "none", path(&layers)]);
+    let [lower, upper, work] = ["lower", "upper", "work"].map(|name| layers.join(name));
+    [&lower, &upper, &work].iter().for_each(|layer| fs::create_dir(layer).unwrap());
+    fill(&lower);
+    let options = format!("index=off,lowerdir={},upperdir={},workdir={}", path(&lower), path(&upper), path(&work));
+    run("mount", &["-t", "overlay", "-o", &options, "none", path(&directory.path().join("source"))]);
+    // The overlay has it.
+    run("umount", &["-l", path(&layers)]);
+}
+
 #[test]
 fn an_open_file_of_a_lower_layer_stays_the_same_when_it_is_copied_up() {
     if !can_mount(&["mount", "umount"]) {
         return;
     }
-    let overlay = |directory: &TempDir| {
-        let layers = directory.path().join("layers");
-        fs::create_dir(&layers).unwrap();
-        run("mount", &["-t", "tmpfs", "none", path(&layers)]);
-        let layer = |name: &str| layers.join(name);
-        for name in ["lower", "upper", "work"] {
-            fs::create_dir(layer(name)).unwrap();
-        }
-        fs::write(layer("lower").join("f"), "of the lower layer").unwrap();
-        let [lower, upper, work] = ["lower", "upper", "work"].map(layer);
-        let options = format!("lowerdir={},upperdir={},workdir={}", path(&lower), path(&upper), path(&work));
-        run("mount", &["-t", "overlay", "-o", &options, "none", path(&directory.path().join("source"))]);
-        // The overlay has it.
-        run("umount", &["-l", path(&layers)]);
-    };
-    let mut below = Below::prepared(overlay, &[]);
+    let one = |lower: &Path| fs::write(lower.join("f"), "of the lower layer").unwrap();
+    let mut below = Below::prepared(|directory: &TempDir| overlay(directory, one), &[]);
     let file = below.tree().target().join("f");
     let number = fs::metadata(&file).unwrap().ino();
     let open = File::options().read(true).write(true).open(&file).unwrap();
@@ -257,6 +257,76 @@ fn an_open_file_of_a_lower_layer_stays_the_same_when_it_is_copied_up() {
     assert_eq!(open.metadata().unwrap().ino(), number);
     drop(open);
     below.tree().unmount();
+}
+
+/// Which they are until the first is written to; links of the upper layer are one file for ever.
+#[test]
+fn hard_links_of_a_lower_layer_are_files_of_their_own_when_they_are_written_to() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let links = |lower: &Path| {
+        fs::write(lower.join("a"), "one").unwrap();
+        ["b", "c", "d"].iter().for_each(|name| fs::hard_link(lower.join("a"), lower.join(name)).unwrap());
+    };
+    for flags in [&[][..], &["--exclusive"], &["--remember", "60"]] {
+        let mut below = Below::prepared(|directory: &TempDir| overlay(directory, links), flags);
+        let tree = below.tree();
+        let (source, target) = (tree.source().to_owned(), tree.target().to_owned());
+        let all = |expected: [&str; 4]| {
+            for (name, expected) in ["a", "b", "c", "d"].into_iter().zip(expected) {
+                assert_eq!(fs::read_to_string(target.join(name)).unwrap(), expected, "{name} with {flags:?}");
+                assert_eq!(fs::read_to_string(source.join(name)).unwrap(), expected, "{name} below with {flags:?}");
+            }
+        };
+        all(["one"; 4]);
+        let append = |name: &str, more: &[u8]| {
+            let mut file = File::options().append(true).open(target.join(name)).unwrap();
+            file.write_all(more).unwrap();
+            file.sync_all().unwrap();
+        };
+        append("b", b" more");
+        all(["one", "one more", "one", "one"]);
+        fs::set_permissions(target.join("c"), Permissions::from_mode(0o600)).unwrap();
+        let modes = ["a", "b", "c", "d"].map(|name| fs::metadata(source.join(name)).unwrap().mode() & 0o777);
+        assert_eq!(modes, [0o644, 0o644, 0o600, 0o644]);
+        fs::rename(target.join("d"), target.join("e")).unwrap();
+        fs::write(target.join("e"), "of the fourth").unwrap();
+        append("a", b" and only");
+        fs::rename(target.join("e"), target.join("d")).unwrap();
+        all(["one and only", "one more", "one", "of the fourth"]);
+        below.tree().unmount();
+    }
+}
+
+#[test]
+fn hard_links_of_an_upper_layer_are_one_file() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let links = |lower: &Path| {
+        fs::write(lower.join("a"), "one").unwrap();
+        fs::hard_link(lower.join("a"), lower.join("b")).unwrap();
+    };
+    for flags in [&[][..], &["--exclusive"]] {
+        let mut below = Below::prepared(|directory: &TempDir| overlay(directory, links), flags);
+        let target = below.tree().target().to_owned();
+        let append = |name: &str, more: &[u8]| {
+            let mut file = File::options().append(true).open(target.join(name)).unwrap();
+            file.write_all(more).unwrap();
+            file.sync_all().unwrap();
+        };
+        append("b", b" more");
+        fs::hard_link(target.join("b"), target.join("x")).unwrap();
+        append("x", b" by both");
+        assert_eq!(["a", "b"].map(|name| fs::read_to_string(target.join(name)).unwrap()), ["one", "one more by both"]);
+        let number = |name: &str| fs::metadata(target.join(name)).unwrap().ino();
+        // By its old number until it is looked up again, which is late in an exclusive tree.
+        if flags.is_empty() {
+            sample_until("both names have one number", 10, || (number("b") == number("x")).then_some(()));
+        }
+        below.tree().unmount();
+    }
 }
 
 #[test]
@@ -522,8 +592,14 @@ fn what_is_left_for_root_below_is_not_used_up_by_others() {
         result
     };
     let refused = |result: io::Result<()>| result.unwrap_err().raw_os_error();
+    // Attributes so long that each takes a block of its own.
+    let with_attributes: Vec<_> = (0..600).map(|nth| tree.target().join(format!("x{nth}"))).collect();
+    as_user(1001, 1001, || with_attributes.iter().for_each(|file| _ = File::create(file).unwrap()));
     for (name, flags) in [("f", 0), ("g", libc::O_DIRECT)] {
         assert_eq!(as_user(1001, 1001, || refused(fill(name, flags))), Some(libc::ENOSPC));
+        let long = |file: &PathBuf| rustix::fs::setxattr(file, "user.x", &[7; 3000], rustix::fs::XattrFlags::empty());
+        let long = as_user(1001, 1001, || with_attributes.iter().try_for_each(long));
+        assert_eq!(long.map_err(|error| error.raw_os_error()), Err(libc::ENOSPC));
         let (all, for_him) = free();
         assert!(all >= 25 && for_him <= 1, "{name}: {all} MiB are free, {for_him} for him");
         fs::remove_file(tree.target().join(name)).unwrap();
