@@ -310,10 +310,9 @@ impl Inodes {
 
     /// The file that looks so, if the kernel knows it; of several, that with this name.
     pub fn known_as(&self, id: FileId, parent: INodeNo, name: &OsStr) -> Option<Arc<Node>> {
-        let table = self.lock();
-        let is_so = |node: &&Arc<Node>| node.names.all().iter().any(|(of, called)| *of == parent && called == name);
-        let twin = if table.twins.is_empty() { None } else { table.looking_so(id).find(is_so).cloned() };
-        drop(table);
+        let is_so = |node: &Arc<Node>| node.names.all().iter().any(|(of, called)| *of == parent && called == name);
+        let has_twins = !self.lock().twins.is_empty();
+        let twin = if has_twins { self.looking_so(id).into_iter().find(is_so) } else { None };
         twin.or_else(|| self.known(id))
     }
 
@@ -464,8 +463,11 @@ impl Inodes {
 
     /// What the kernel calls the one of those that look so that is this one.
     fn same(&self, id: FileId, fd: &OwnedFd) -> Option<u64> {
-        let all: Vec<_> = self.lock().looking_so(id).cloned().collect();
-        all.iter().find(|node| twins::are_one(&node.fd, fd)).map(|node| node.number.0)
+        self.looking_so(id).iter().find(|node| twins::are_one(&node.fd, fd)).map(|node| node.number.0)
+    }
+
+    fn looking_so(&self, id: FileId) -> Vec<Arc<Node>> {
+        self.lock().looking_so(id).cloned().collect()
     }
 
     /// What the kernel calls a file that had this number below, if that is another's by now: a file server does not know that we hold the file, and gives its

@@ -17,7 +17,9 @@ use compcache_testkit::features::{Feature, requires, skip};
 use tempfile::TempDir;
 
 use crate::mount_posix::as_user;
-use crate::support::{PATIENCE, Stopped, Tree, can_mount, compcache, copy_program, said, sample_until, scratch};
+use crate::support::{
+    PATIENCE, Stopped, Tree, can_mount, compcache, copy_program, said, sample_until, scratch, tree_is_exclusive,
+};
 
 const MIB: usize = 1 << 20;
 /// Longer than a file's times need to tell its versions apart.
@@ -299,6 +301,7 @@ fn hard_links_of_a_lower_layer_are_files_of_their_own_when_they_are_written_to()
     }
 }
 
+/// As soon as it is looked up again: where names are remembered, in an exclusive tree above all, that is late ([S109]).
 #[test]
 fn hard_links_of_an_upper_layer_are_one_file() {
     if !can_mount(&["mount", "umount"]) {
@@ -308,25 +311,25 @@ fn hard_links_of_an_upper_layer_are_one_file() {
         fs::write(lower.join("a"), "one").unwrap();
         fs::hard_link(lower.join("a"), lower.join("b")).unwrap();
     };
-    for flags in [&[][..], &["--exclusive"]] {
-        let mut below = Below::prepared(|directory: &TempDir| overlay(directory, links), flags);
-        let target = below.tree().target().to_owned();
-        let append = |name: &str, more: &[u8]| {
-            let mut file = File::options().append(true).open(target.join(name)).unwrap();
-            file.write_all(more).unwrap();
-            file.sync_all().unwrap();
-        };
-        append("b", b" more");
-        fs::hard_link(target.join("b"), target.join("x")).unwrap();
-        append("x", b" by both");
-        assert_eq!(["a", "b"].map(|name| fs::read_to_string(target.join(name)).unwrap()), ["one", "one more by both"]);
+    let mut below = Below::prepared(|directory: &TempDir| overlay(directory, links), &[]);
+    let (source, target) = (below.tree().source().to_owned(), below.tree().target().to_owned());
+    let append = |name: &str, more: &[u8]| {
+        let mut file = File::options().append(true).open(target.join(name)).unwrap();
+        file.write_all(more).unwrap();
+        file.sync_all().unwrap();
+    };
+    append("b", b" more");
+    fs::hard_link(target.join("b"), target.join("x")).unwrap();
+    append("x", b" by both");
+    let all = |tree: &Path| ["a", "b", "x"].map(|name| fs::read_to_string(tree.join(name)).unwrap());
+    let expected = ["one", "one more by both", "one more by both"].map(str::to_owned);
+    assert_eq!(all(&source), expected);
+    if !tree_is_exclusive() {
+        assert_eq!(all(&target), expected);
         let number = |name: &str| fs::metadata(target.join(name)).unwrap().ino();
-        // By its old number until it is looked up again, which is late in an exclusive tree.
-        if flags.is_empty() {
-            sample_until("both names have one number", 10, || (number("b") == number("x")).then_some(()));
-        }
-        below.tree().unmount();
+        sample_until("both names have one number", 10, || (number("b") == number("x")).then_some(()));
     }
+    below.tree().unmount();
 }
 
 #[test]

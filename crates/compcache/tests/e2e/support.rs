@@ -16,7 +16,7 @@ pub use run::{Cap, Outcome, Program, Running, Way, alone, beside_others, sample_
 pub use server::{
     LoopDevice, Mounted, PATIENCE, Server, Stopped, ask, await_unmounted, backing_file, hears, ignore, said,
 };
-pub use tree::{Tree, can_mount, run_again_with};
+pub use tree::{Tree, can_mount, run_again_with, tree_is_exclusive};
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -219,6 +219,11 @@ impl Tree {
 /// Flags for each tree where that is set, by words: the tests of mounts once more.
 const FLAGS: &str = "COMPCACHE_TEST_MOUNT_FLAGS";
 
+/// Whether trees are mounted so in this process that nobody else changes them.
+pub fn tree_is_exclusive() -> bool {
+    std::env::var(FLAGS).is_ok_and(|flags| flags.contains("--exclusive") || flags.contains("--writeback"))
+}
+
 /// Those, unless a test's own exclude them.
 fn flags_beside(own: &[&str]) -> Vec<String> {
     let excluded = own.contains(&"--watch");
