@@ -235,6 +235,19 @@ traps! {
     static_memory_is_right: "static_data" [];
 }
 
+/// Not where pages leave by mremap ([S43]).
+#[test]
+fn guards_of_libcs_own_stay_while_memory_beside_them_is_filled() {
+    let _shared = beside_others();
+    for way in ways().into_iter().filter(|way| *way == Way::Move) {
+        let outcome = trap("discards").args(["guard_past_libc"]).env("TRAP_EXPECT_EVICTION", "1").paged(way, &CAP);
+        if !is_skip(&outcome) {
+            assert!(outcome.status.success(), "{}", outcome.explain());
+            outcome.must_have_evicted();
+        }
+    }
+}
+
 /// Where the kernel takes it just then, it must not be missed on its way out.
 #[test]
 fn what_is_freed_is_old_or_zero_while_the_kernel_takes_it() {

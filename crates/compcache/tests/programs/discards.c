@@ -11,6 +11,7 @@
  *   guard        MADV_GUARD_INSTALL discards; after MADV_GUARD_REMOVE it reads as zeroes
  *   guard_errors what MADV_GUARD_INSTALL refuses keeps its contents, what it has done before it refuses stays done
  *   guard_stream guard pages stay where they are while the memory around them is filled in order
+ *   guard_past_libc  the same, where libc does not hear of those over new memory
  *   advice       COLD, PAGEOUT, POPULATE_READ, POPULATE_WRITE, WILLNEED, RANDOM, SEQUENTIAL: contents stay
  */
 #include "trap.h"
@@ -269,7 +270,7 @@ static void guard_errors(void)
 /* As libc does on the stacks of threads. */
 static int guard_past_libc(void *at, size_t len, int advice) { return (int)syscall(SYS_madvise, at, len, advice); }
 
-static void guard_stream(void)
+static void guard_stream(int (*advise)(void *, size_t, int))
 {
 	struct area area = area_new(8 * MIB, 19, 1);
 	for (uint64_t round = 1; round < 4; round++) {
@@ -277,7 +278,7 @@ static void guard_stream(void)
 		/* What is filled is new memory the second time, and comes back from where it was the other times. */
 		if (round == 2) MUST(madvise(area.at, area.pages * PAGE, MADV_DONTNEED) == 0);
 		for (size_t page = 7; page < area.pages; page += 8)
-			if ((round == 2 ? guard_past_libc : madvise)(area.at + page * PAGE, PAGE, MADV_GUARD_INSTALL) != 0)
+			if ((round == 2 ? advise : madvise)(area.at + page * PAGE, PAGE, MADV_GUARD_INSTALL) != 0)
 				lacks("MADV_GUARD_INSTALL");
 		for (size_t page = 0; page < area.pages; page++)
 			if (page % 8 != 7) page_write(area.at + page * PAGE, 19, page, round + 1);
@@ -320,9 +321,10 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "dontfork")) over_fork(MADV_DONTFORK);
 	else if (mode_is(argc, argv, "guard")) guard();
 	else if (mode_is(argc, argv, "guard_errors")) guard_errors();
-	else if (mode_is(argc, argv, "guard_stream")) guard_stream();
+	else if (mode_is(argc, argv, "guard_stream")) guard_stream(madvise);
+	else if (mode_is(argc, argv, "guard_past_libc")) guard_stream(guard_past_libc);
 	else if (mode_is(argc, argv, "advice")) advice();
-	else die("dontneed | racing | free | reclaimed GROUP | brk | wipeonfork | dontfork | guard | guard_errors | guard_stream | advice");
+	else die("dontneed | racing | free | reclaimed GROUP | brk | wipeonfork | dontfork | guard | guard_errors | guard_stream | guard_past_libc | advice");
 	area_check(&kept, 1);
 	return passed();
 }
