@@ -5,17 +5,15 @@
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use rustix::fs::Statx;
 use rustix::fs::inotify::{CreateFlags, WatchFlags, add_watch, init};
+use rustix::fs::{FileType, Statx};
 
 /// What statfs(2) calls an overlayfs.
 pub const OVERLAYFS: u32 = 0x794c_7630;
-const DIRECTORY: u32 = 0o040_000;
-const FORMAT: u32 = 0o170_000;
 
 /// Whether others that look the same may be other files.
 pub fn may_have(kind: u32, stat: &Statx) -> bool {
-    kind == OVERLAYFS && stat.stx_nlink > 1 && u32::from(stat.stx_mode) & FORMAT != DIRECTORY
+    kind == OVERLAYFS && stat.stx_nlink > 1 && !FileType::from_raw_mode(stat.stx_mode.into()).is_dir()
 }
 
 /// Whether these are descriptors of one file. No where that is not to be known: who may not read it may not watch it.

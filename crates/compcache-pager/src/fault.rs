@@ -721,6 +721,9 @@ impl Handler {
         let most = (window.pages as u64).min(BATCH as u64).min(end - page);
         let fillable = |page| state.table.get(page) == Word::UNKNOWN && !state.must_stay(page as usize * PAGE);
         let ahead = (1..most).take_while(|ahead| fillable(page + ahead)).count();
+        if ahead == 0 {
+            return 1;
+        }
         let (from, pagemap) = ((page as usize + 1) * PAGE, channel.pagemap());
         let empty = scan::are_there(pagemap, from..from + ahead * PAGE).map_or(0, u64::trailing_zeros);
         ahead.min(empty as usize) + 1

@@ -242,6 +242,12 @@ fn overlay(directory: &TempDir, fill: impl Fn(&Path)) {
     run("umount", &["-l", path(&layers)]);
 }
 
+fn append(file: &Path, more: &[u8]) {
+    let mut file = File::options().append(true).open(file).unwrap();
+    file.write_all(more).unwrap();
+    file.sync_all().unwrap();
+}
+
 #[test]
 fn an_open_file_of_a_lower_layer_stays_the_same_when_it_is_copied_up() {
     if !can_mount(&["mount", "umount"]) {
@@ -282,11 +288,7 @@ fn hard_links_of_a_lower_layer_are_files_of_their_own_when_they_are_written_to()
             }
         };
         all(["one"; 4]);
-        let append = |name: &str, more: &[u8]| {
-            let mut file = File::options().append(true).open(target.join(name)).unwrap();
-            file.write_all(more).unwrap();
-            file.sync_all().unwrap();
-        };
+        let append = |name: &str, more: &[u8]| append(&target.join(name), more);
         append("b", b" more");
         all(["one", "one more", "one", "one"]);
         fs::set_permissions(target.join("c"), Permissions::from_mode(0o600)).unwrap();
@@ -313,11 +315,7 @@ fn hard_links_of_an_upper_layer_are_one_file() {
     };
     let mut below = Below::prepared(|directory: &TempDir| overlay(directory, links), &[]);
     let (source, target) = (below.tree().source().to_owned(), below.tree().target().to_owned());
-    let append = |name: &str, more: &[u8]| {
-        let mut file = File::options().append(true).open(target.join(name)).unwrap();
-        file.write_all(more).unwrap();
-        file.sync_all().unwrap();
-    };
+    let append = |name: &str, more: &[u8]| append(&target.join(name), more);
     append("b", b" more");
     fs::hard_link(target.join("b"), target.join("x")).unwrap();
     append("x", b" by both");
