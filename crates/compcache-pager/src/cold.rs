@@ -93,10 +93,10 @@ impl Cold {
         if rest_ns > 0 {
             return Some(rest_ns);
         }
-        let range = self.ages.ago(self.tried, visit.before);
+        let cold = self.ages.aged(self.tried, visit.before);
         pager.cold_bytes.store(self.used_bytes, Relaxed);
         let begun_ns = clock_ns();
-        let Ok(done) = pager.pool.recompress(worker, &mut self.recompressor, range, visit.from) else {
+        let Ok(done) = pager.pool.recompress(worker, &mut self.recompressor, &cold, visit.from) else {
             // There was no room. It goes on from here.
             self.rests_until_ns = now_ns + self.after_ns / VISITS;
             return None;
@@ -140,7 +140,7 @@ impl Cold {
         }
         self.due_ns = now_ns + self.after_ns / VISITS;
         let before = self.ages.before(self.after_ns, now_ns)?;
-        let has_become = !self.ages.ago(self.tried, before).is_empty();
+        let has_become = !self.ages.aged(self.tried, before).is_empty();
         self.visit = has_become.then_some(Visit { from: PageIndex(0), before });
         self.visit
     }

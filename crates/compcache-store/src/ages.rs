@@ -12,6 +12,33 @@ use core::ops::RangeInclusive;
 /// A slot tells so many ages apart.
 const KNOWN: u64 = 256;
 
+/// The pages that were last used so many ages before the age that the store had when this was said, whatever age it has by the time they are looked for.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Aged {
+    as_of: u8,
+    ago: RangeInclusive<u8>,
+}
+
+impl Aged {
+    /// All pages.
+    pub const ALL: Aged = Aged::new(0, 0..=u8::MAX);
+
+    /// The pages that were last used so many ages before age `as_of`.
+    pub const fn new(as_of: u8, ago: RangeInclusive<u8>) -> Aged {
+        Aged { as_of, ago }
+    }
+
+    /// Whether there can be none.
+    pub fn is_empty(&self) -> bool {
+        self.ago.is_empty()
+    }
+
+    /// Whether a page that was last used in age `used` is one, now that the store's age is `now`. One that was used since is none that was used long ago.
+    pub(crate) fn has(&self, used: u8, now: u8) -> bool {
+        self.ago.contains(&now.wrapping_sub(used).saturating_sub(now.wrapping_sub(self.as_of)))
+    }
+}
+
 /// The ages that a store has had, and when they began. Time is in nanoseconds of any clock that only grows.
 pub struct Ages {
     now: u64,
@@ -51,14 +78,15 @@ impl Ages {
         (self.first..=self.now).rev().find(|age| now_ns.saturating_sub(began(*age)) >= idle_ns)
     }
 
-    /// The pages of ages from `from` on and before `before`, in ages before now: what [`Pool::recompress`](crate::Pool::recompress) asks for.
-    pub fn ago(&self, from: u64, before: u64) -> RangeInclusive<u8> {
+    /// The pages of ages from `from` on and before `before`: what [`Pool::recompress`](crate::Pool::recompress) asks for.
+    pub fn aged(&self, from: u64, before: u64) -> Aged {
         let ago = |age: u64| u8::try_from(self.now - age.min(self.now)).unwrap_or(u8::MAX);
-        match ago(before).checked_add(1) {
+        let range = match ago(before).checked_add(1) {
             Some(youngest) => youngest..=ago(from.min(before)),
             // Longer ago than pages know.
             None => RangeInclusive::new(u8::MAX, 0),
-        }
+        };
+        Aged::new(self.now as u8, range)
     }
 }
 
@@ -74,17 +102,30 @@ mod tests {
         assert_eq!(ages.before(60, 300), Some(31), "age 31 began at 240");
         assert_eq!(ages.before(400, 300), None);
         // Now is 37: pages of age 30 and older are cold.
-        assert_eq!(ages.ago(0, 31), 7..=37);
-        assert_eq!(ages.ago(25, 31), 7..=12);
-        assert!(ages.ago(31, 31).is_empty(), "nothing has become cold since");
+        assert_eq!(ages.aged(0, 31), Aged::new(37, 7..=37));
+        assert_eq!(ages.aged(25, 31), Aged::new(37, 7..=12));
+        assert!(ages.aged(31, 31).is_empty(), "nothing has become cold since");
         // Somebody else has it grow older, past the end of what the store counts.
         ages.note(250, 310);
         ages.note(4, 320);
         assert_eq!((ages.now(), ages.before(15, 325)), (260, Some(250)));
-        assert_eq!(ages.ago(0, 250), 11..=255);
+        assert_eq!(ages.aged(0, 250), Aged::new(4, 11..=255));
         assert_eq!(ages.before(320, 325), Some(7));
         (0..60).for_each(|n| ages.note((4 + n * 5) as u8, 330 + n));
         assert_eq!(ages.before(320, 400), None, "older than what pages know");
-        assert!(ages.ago(0, 250).is_empty(), "pages of 255 ages ago are younger than those before age 250");
+        assert!(ages.aged(0, 250).is_empty(), "pages of 255 ages ago are younger than those before age 250");
+    }
+
+    #[test]
+    fn the_same_pages_are_meant_when_the_store_has_become_older() {
+        let aged = Aged::new(10, 3..=255);
+        for passed in [0, 1, 100, 245] {
+            let now = 10u8.wrapping_add(passed);
+            assert!(aged.has(7, now) && aged.has(0, now) && !aged.has(8, now) && !aged.has(10, now), "{passed}");
+            assert!((0..=passed).all(|since| !aged.has(10u8.wrapping_add(since), now)), "used since: {passed}");
+        }
+        let aged = Aged::new(10, 3..=5);
+        assert!(aged.has(5, 200) && !aged.has(4, 200) && !aged.has(8, 200) && !aged.has(200, 200));
+        assert!((0..=255).all(|used| Aged::ALL.has(used, 77)));
     }
 }

@@ -101,7 +101,7 @@ mod sync;
 
 #[cfg(not(loom))]
 pub use crate::{
-    ages::Ages,
+    ages::{Aged, Ages},
     backing::{
         Backing, BackingConfig, BackingStats, Batch, DailyWrites, Fetcher, FileMedium, Health, Medium, MediumError,
         Record,

@@ -12,8 +12,8 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use compcache_store::{
-    Backing, BackingConfig, Batch, Codec, Fetcher, FileMedium, Page, PageIndex, Pool, PoolConfig, Read, Recompressor,
-    Store, StoreConfig, Worker, train_dictionary,
+    Aged, Backing, BackingConfig, Batch, Codec, Fetcher, FileMedium, Page, PageIndex, Pool, PoolConfig, Read,
+    Recompressor, Store, StoreConfig, Worker, train_dictionary,
 };
 
 static WATCHED: AtomicI32 = AtomicI32::new(0);
@@ -121,7 +121,7 @@ fn in_groups(store: &Store, pool: &Pool, worker: &mut Worker, recompressor: &mut
     for thinned in 1..4 {
         let mut next = Some(PageIndex(0));
         while let Some(from) = next {
-            next = pool.recompress(worker, recompressor, 0..=u8::MAX, from).expect("there is no limit").next;
+            next = pool.recompress(worker, recompressor, &Aged::ALL, from).expect("there is no limit").next;
         }
         for index in (0..2000).filter(|index| index % 4 >= thinned) {
             pool.read(worker, PageIndex(index), &mut page).expect("nothing is corrupt");

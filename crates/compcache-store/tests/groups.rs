@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use compcache_store::{
-    Backing, BackingConfig, Fetcher, FileMedium, Page, PageIndex, Pool, PoolConfig, Read, Recompressor, Store,
+    Aged, Backing, BackingConfig, Fetcher, FileMedium, Page, PageIndex, Pool, PoolConfig, Read, Recompressor, Store,
     StoreConfig, StoreError, Worker,
 };
 
@@ -49,7 +49,8 @@ impl Place {
     fn recompress(&mut self, least: u8) -> Result<usize, StoreError> {
         let (mut pages, mut next) = (0, Some(PageIndex(0)));
         while let Some(from) = next {
-            let done = self.pool.recompress(&mut self.worker, &mut self.recompressor, least..=u8::MAX, from)?;
+            let cold = Aged::new(self.store.age(), least..=u8::MAX);
+            let done = self.pool.recompress(&mut self.worker, &mut self.recompressor, &cold, from)?;
             pages += done.pages;
             next = done.next;
         }
@@ -323,7 +324,7 @@ fn a_pool_that_is_written_to_while_it_is_recompressed_never_passes_its_own_limit
             let mut recompressor = Recompressor::new(&place.store, 3).unwrap();
             let (mut next, mut most) = (Some(PageIndex(0)), 0);
             while let Some(from) = next {
-                let done = place.pool.recompress(&mut worker, &mut recompressor, 0..=255, from);
+                let done = place.pool.recompress(&mut worker, &mut recompressor, &Aged::ALL, from);
                 next = done.ok().and_then(|done| done.next);
                 most = most.max(place.pool.stats().mem_used_total);
             }
@@ -422,7 +423,7 @@ fn compaction_that_makes_room_for_a_group_costs_it_no_page() {
         let mut next = Some(PageIndex(0));
         let mut groups = 0;
         while let Some(from) = next {
-            let done = place.pool.recompress(&mut place.worker, &mut place.recompressor, 0..=255, from);
+            let done = place.pool.recompress(&mut place.worker, &mut place.recompressor, &Aged::ALL, from);
             let done = done.expect("there is room");
             assert!(done.pages == 0 || done.pages >= 8 || done.next.is_none(), "{extra_pages}: {done:?}");
             groups += usize::from(done.pages > 0);
@@ -443,7 +444,7 @@ fn a_step_over_many_pages_that_no_group_is_worth_ends_soon() {
     let (mut from, mut last) = (PageIndex(0), 0);
     let mut steps = 0;
     loop {
-        let done = place.pool.recompress(&mut place.worker, &mut place.recompressor, 0..=255, from).unwrap();
+        let done = place.pool.recompress(&mut place.worker, &mut place.recompressor, &Aged::ALL, from).unwrap();
         steps += 1;
         let Some(next) = done.next else { break };
         assert!(next.0 > last && next.0 <= last + 64 + 16, "from {last} to {}", next.0);

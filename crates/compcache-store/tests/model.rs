@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use checker::{Divergence, Pages, Walk, Walked};
 use compcache_store::{
-    Backing, Batch, Codec, Fetcher, Page, PageIndex, Pool, PoolConfig, PoolStats, Read, Recompressor, Store,
+    Aged, Backing, Batch, Codec, Fetcher, Page, PageIndex, Pool, PoolConfig, PoolStats, Read, Recompressor, Store,
     StoreConfig, StoreError, Worker, train_dictionary,
 };
 use medium::{Faults, Memory};
@@ -61,8 +61,8 @@ impl Subject {
     /// Makes groups of what was not used for `least` ages.
     fn recompress(&mut self, steps: u64, least: u8) {
         for _ in 0..steps {
-            let Subject { pool, worker, recompressor, .. } = self;
-            match pool.recompress(worker, recompressor, least..=u8::MAX, self.next) {
+            let Subject { store, pool, worker, recompressor, .. } = self;
+            match pool.recompress(worker, recompressor, &Aged::new(store.age(), least..=u8::MAX), self.next) {
                 Ok(done) => self.next = done.next.unwrap_or(PageIndex(0)),
                 Err(StoreError::LimitReached { .. }) => return,
                 Err(error) => panic!("recompressing from {:?}: {error}", self.next),
@@ -420,7 +420,7 @@ fn a_page_written_by_many_is_always_one_of_their_writes() {
                         94 => pool.set_codec(codecs[rng.usize(0..codecs.len())]).unwrap(),
                         95 => {
                             let from = PageIndex(rng.u64(0..PAGES));
-                            let done = pool.recompress(&mut worker, &mut recompressor, 0..=u8::MAX, from);
+                            let done = pool.recompress(&mut worker, &mut recompressor, &Aged::ALL, from);
                             refused_at_most(done);
                         }
                         96 => {

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use compcache_store::{
-    Backing, BackingConfig, Batch, Codec, Fetcher, Leaving, Medium, MediumError, Page, PageIndex, Pool, PoolConfig,
-    Read, Recompressor, Rewritten, Store, StoreConfig, StoreError, Worker, Written,
+    Aged, Backing, BackingConfig, Batch, Codec, Fetcher, Leaving, Medium, MediumError, Page, PageIndex, Pool,
+    PoolConfig, Read, Recompressor, Rewritten, Store, StoreConfig, StoreError, Worker, Written,
 };
 
 const KIB: u64 = 1 << 10;
@@ -677,7 +677,7 @@ fn a_worker_of_another_store_is_refused_by_every_call() {
         ("record_of", &|worker| _ = pool.record_of(worker, at)),
         ("open_fetched", &|worker| _ = pool.open_fetched(worker, &mut Fetcher::new().unwrap(), at, &mut [0; 4096])),
         ("recompress", &|worker| {
-            _ = pool.recompress(worker, &mut Recompressor::new(&ours, 1).unwrap(), 0..=255, PageIndex(0));
+            _ = pool.recompress(worker, &mut Recompressor::new(&ours, 1).unwrap(), &Aged::ALL, PageIndex(0));
         }),
         ("compact", &|worker| _ = ours.compact(worker, 1)),
         ("reclaim", &|worker| _ = ours.reclaim(worker, &backing)),

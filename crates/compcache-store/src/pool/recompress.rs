@@ -17,10 +17,10 @@
 //! What was gathered in vain stays as it is. It is not tried again by who asks for pages that have *become* cold: the range
 //! of ages that counts as cold has two ends.
 
-use core::ops::RangeInclusive;
 use core::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use super::{Pool, PoolCore, write};
+use crate::ages::Aged;
 use crate::checksum;
 use crate::codec::Codec;
 use crate::error::StoreError;
@@ -56,7 +56,7 @@ pub struct Recompressed {
 }
 
 impl Pool {
-    /// Looks from page `from` on for pages that were last used so many ages ago, and makes one group of up to sixteen of them, if
+    /// Looks from page `from` on for pages that were last used in some ages, and makes one group of up to sixteen of them, if
     /// that pays. Goes on from [`Recompressed::next`] when called again. May run while any other operations do.
     ///
     /// Allocates nothing. Memory that becomes free goes back to the system when enough has, and at the end of the pool, unless the recompressor
@@ -69,14 +69,14 @@ impl Pool {
         &self,
         worker: &mut Worker,
         recompressor: &mut Recompressor,
-        cold: RangeInclusive<u8>,
+        cold: &Aged,
         from: PageIndex,
     ) -> Result<Recompressed, StoreError> {
         worker.must_be_of(&self.store);
         assert!(core::ptr::eq(&*self.store, &**recompressor.store()), "a recompressor serves one store");
         // Taken while there is some, for when there is none.
         let _ = recompressor.set_aside();
-        let mut done = Recompressed { next: self.gather(worker, recompressor, &cold, from), ..Recompressed::default() };
+        let mut done = Recompressed { next: self.gather(worker, recompressor, cold, from), ..Recompressed::default() };
         if recompressor.is_paused() {
             return Ok(done);
         }
@@ -110,7 +110,7 @@ impl Pool {
         &self,
         worker: &mut Worker,
         recompressor: &mut Recompressor,
-        cold: &RangeInclusive<u8>,
+        cold: &Aged,
         from: PageIndex,
     ) -> Option<PageIndex> {
         let tables = &self.store.tables;
@@ -128,8 +128,7 @@ impl Pool {
                 for index in first.max(next).0..end.0 {
                     let meta = leaf.meta[(index - first.0) as usize].load(Acquire);
                     // Of the store after the page: used in an age that has just begun, it would be older than all others.
-                    let ago = self.store.age().wrapping_sub(slot::age(meta));
-                    let is_cold = slot::is_stored(meta) && cold.contains(&ago);
+                    let is_cold = slot::is_stored(meta) && cold.has(slot::age(meta), self.store.age());
                     if !is_cold && !slot::is_grouped(meta) {
                         continue;
                     }
@@ -314,8 +313,6 @@ mod tests {
     use super::*;
     use crate::config::{PoolConfig, StoreConfig};
 
-    const ALL: RangeInclusive<u8> = 0..=u8::MAX;
-
     fn text(index: u64) -> Page {
         let words = (0..512u64).map(|word| if word % 4 == 0 { (index * 977 + word * word) % 10007 } else { 7 });
         let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
@@ -344,18 +341,18 @@ mod tests {
     #[test]
     fn what_another_has_put_into_a_group_meanwhile_stays_there() {
         let (pool, mut worker, [mut slow, mut quick]) = place(16);
-        pool.gather(&mut worker, &mut slow, &ALL, PageIndex(0));
-        assert_eq!(pool.recompress(&mut worker, &mut quick, ALL, PageIndex(0)).unwrap().pages, 16);
+        pool.gather(&mut worker, &mut slow, &Aged::ALL, PageIndex(0));
+        assert_eq!(pool.recompress(&mut worker, &mut quick, &Aged::ALL, PageIndex(0)).unwrap().pages, 16);
         assert_eq!(settled(&pool, &mut worker, &mut slow, 16).pages, 0);
         assert_eq!((pool.stats().pages_recompressed, pool.stats().grouped_pages), (16, 16));
         // The same for what both have found in groups of which little is alive.
         let (pool, mut worker, [mut slow, mut quick]) = place(64);
         for from in (0..64).step_by(16) {
-            assert_eq!(pool.recompress(&mut worker, &mut quick, ALL, PageIndex(from)).unwrap().pages, 16);
+            assert_eq!(pool.recompress(&mut worker, &mut quick, &Aged::ALL, PageIndex(from)).unwrap().pages, 16);
         }
         (0..64).filter(|index| index % 4 != 0).for_each(|index| assert!(pool.discard(PageIndex(index))));
-        pool.gather(&mut worker, &mut slow, &ALL, PageIndex(0));
-        assert_eq!(pool.recompress(&mut worker, &mut quick, ALL, PageIndex(0)).unwrap().pages, 16);
+        pool.gather(&mut worker, &mut slow, &Aged::ALL, PageIndex(0));
+        assert_eq!(pool.recompress(&mut worker, &mut quick, &Aged::ALL, PageIndex(0)).unwrap().pages, 16);
         assert_eq!(settled(&pool, &mut worker, &mut slow, 16).pages, 0);
         assert_eq!((pool.stats().pages_recompressed, pool.stats().grouped_pages), (80, 16));
         (0..64).step_by(4).for_each(|index| {
@@ -369,7 +366,7 @@ mod tests {
     fn nobody_is_refused_for_a_page_that_cannot_leave_its_group() {
         for is_pools in [false, true] {
             let (pool, mut worker, [mut recompressor, _]) = place(64);
-            assert_eq!(pool.recompress(&mut worker, &mut recompressor, ALL, PageIndex(0)).unwrap().pages, 16);
+            assert_eq!(pool.recompress(&mut worker, &mut recompressor, &Aged::ALL, PageIndex(0)).unwrap().pages, 16);
             // Three are left of the group: too few for another.
             (3..16).chain(19..64).for_each(|index| assert!(pool.discard(PageIndex(index))));
             let mut writer = Worker::new(&pool.store, || 0).unwrap();
@@ -379,12 +376,14 @@ mod tests {
             if is_pools {
                 pool.set_limit_bytes(pool.core.used_bytes() + PAGE_SIZE as u64 + 100);
                 let held = pool.core.reserve_if_it_fits(PAGE_SIZE as u64).unwrap();
-                pool.recompress(&mut other, &mut recompressor, 200..=255, PageIndex(0)).unwrap();
+                pool.recompress(&mut other, &mut recompressor, &Aged::new(pool.store.age(), 200..=255), PageIndex(0))
+                    .unwrap();
                 drop(held);
             } else {
                 pool.store.aside.lock().give_back(&pool.store.budget);
                 pool.store.set_limit_bytes(pool.store.budget.charged_bytes() + PAGE_SIZE as u64);
-                pool.recompress(&mut other, &mut recompressor, 200..=255, PageIndex(0)).unwrap();
+                pool.recompress(&mut other, &mut recompressor, &Aged::new(pool.store.age(), 200..=255), PageIndex(0))
+                    .unwrap();
             }
             assert_eq!(pool.stats().grouped_pages, 3, "there was room");
             assert!(pool.write(&mut writer, PageIndex(101), &text(101)).is_ok(), "a writer was refused: {is_pools}");
@@ -402,20 +401,20 @@ mod tests {
         for index in behind..behind + 8 {
             pool.write(&mut worker, PageIndex(index), &text(index)).unwrap();
         }
-        let done = pool.recompress(&mut worker, &mut recompressor, ALL, PageIndex(0)).unwrap();
+        let done = pool.recompress(&mut worker, &mut recompressor, &Aged::ALL, PageIndex(0)).unwrap();
         assert_eq!((done.pages, done.next), (0, Some(PageIndex(behind))));
         pool.store.aside.lock().give_back(&pool.store.budget);
         pool.store.set_limit_bytes(pool.store.budget.charged_bytes());
-        let refused = pool.recompress(&mut worker, &mut recompressor, ALL, PageIndex(behind));
+        let refused = pool.recompress(&mut worker, &mut recompressor, &Aged::ALL, PageIndex(behind));
         assert!(matches!(refused, Err(StoreError::LimitReached { .. })), "{refused:?}");
         pool.store.set_limit_bytes(u64::MAX);
-        assert_eq!(pool.recompress(&mut worker, &mut recompressor, ALL, PageIndex(behind)).unwrap().pages, 16);
+        assert_eq!(pool.recompress(&mut worker, &mut recompressor, &Aged::ALL, PageIndex(behind)).unwrap().pages, 16);
     }
 
     #[test]
     fn the_table_of_groups_goes_back_when_all_pages_are_discarded_at_once() {
         let (pool, mut worker, [mut recompressor, _]) = place(16);
-        assert_eq!(pool.recompress(&mut worker, &mut recompressor, ALL, PageIndex(0)).unwrap().pages, 16);
+        assert_eq!(pool.recompress(&mut worker, &mut recompressor, &Aged::ALL, PageIndex(0)).unwrap().pages, 16);
         assert_eq!(pool.discard_range(PageIndex(0), PageIndex::LIMIT), 16);
         while !pool.store.compact(&mut worker, 100).finished {}
         assert_eq!(pool.store.groups.trim(&pool.store.budget), 0, "it was still there");

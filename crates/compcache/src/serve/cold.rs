@@ -8,13 +8,12 @@
 //! While there is a disk for swap nothing is done: groups take memory before they give some back, and the reserve is for what is
 //! swapped out.
 
-use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use compcache_store::{Ages, PageIndex, Pool, Recompressor, Store, StoreError, Worker};
+use compcache_store::{Aged, Ages, PageIndex, Pool, Recompressor, Store, StoreError, Worker};
 
 use crate::cli::Recompress;
 use crate::kernel::clock_ns;
@@ -58,10 +57,10 @@ struct Watched {
 }
 
 impl Watched {
-    /// The pages of ages from `from` on and before `before`, in ages before the one that the store has now: others advance it meanwhile.
-    fn ago(&mut self, store: &Store, from: u64, before: u64) -> RangeInclusive<u8> {
+    /// The pages of ages from `from` on and before `before`; others advance the store's meanwhile.
+    fn aged(&mut self, store: &Store, from: u64, before: u64) -> Aged {
         self.ages.note(store.age(), clock_ns());
-        self.ages.ago(from, before)
+        self.ages.aged(from, before)
     }
 
     /// Nothing is recompressed while there is a disk for swap.
@@ -178,7 +177,7 @@ impl Cold {
         let next_ages = || {
             let mut watched = self.lock();
             stopped = goes_on().and_then(|()| watched.refuse_swap());
-            stopped.is_ok().then(|| before.map_or(0..=u8::MAX, |before| watched.ago(&self.store, 0, before)))
+            stopped.is_ok().then(|| before.map_or(Aged::ALL, |before| watched.aged(&self.store, 0, before)))
         };
         let done = tools.recompress(pool, next_ages);
         stopped.context("what was done stays")?;
@@ -225,7 +224,7 @@ impl Cold {
                 // Nobody has the disk any more, or one for swap was made.
                 let mut watched = self.lock();
                 ended = Arc::strong_count(&pool) == 1 || watched.refuse_swap().is_err();
-                (!ended).then(|| watched.ago(&self.store, tried, before))
+                (!ended).then(|| watched.aged(&self.store, tried, before))
             };
             // Where memory is too short, it is tried again the next time.
             if tools.set_level(level).is_ok() && tools.recompress(&pool, next_ages).is_ok() && !ended {
@@ -254,7 +253,7 @@ impl Cold {
             disk.due = now + disk.recompress.after / VISITS;
             let used = operations(&*disk.pool.upgrade()?);
             // Without any use nothing has come out of a group.
-            let is_idle = ages.ago(disk.tried, before).is_empty() && disk.used == used;
+            let is_idle = ages.aged(disk.tried, before).is_empty() && disk.used == used;
             disk.used = used;
             (!is_idle).then(|| Visit { pool: disk.pool.clone(), level, tried: disk.tried, before })
         };
@@ -288,17 +287,13 @@ impl Tools {
         Ok(())
     }
 
-    /// Before each step it is asked which pages are cold, in ages before now; `None` ends it.
-    fn recompress(
-        &mut self,
-        pool: &Pool,
-        mut next_ages: impl FnMut() -> Option<RangeInclusive<u8>>,
-    ) -> Result<Done, StoreError> {
+    /// Before each step it is asked which pages are cold; `None` ends it.
+    fn recompress(&mut self, pool: &Pool, mut next_ages: impl FnMut() -> Option<Aged>) -> Result<Done, StoreError> {
         let (mut done, mut next) = (Done::default(), Some(PageIndex(0)));
         while let Some(from) = next
-            && let Some(ages) = next_ages()
+            && let Some(aged) = next_ages()
         {
-            let step = pool.recompress(&mut self.worker, &mut self.recompressor, ages, from)?;
+            let step = pool.recompress(&mut self.worker, &mut self.recompressor, &aged, from)?;
             done.pages += step.pages as u64;
             done.before_bytes += step.before_bytes;
             done.after_bytes += step.after_bytes;
@@ -378,7 +373,7 @@ mod tests {
         let (store, pool) = filled();
         let cold = Cold::start(store.clone()).unwrap();
         store.advance_age();
-        cold.lock().ago(&store, 0, 0);
+        cold.lock().aged(&store, 0, 0);
         thread::sleep(Duration::from_millis(20));
         let presence = Presence::default();
         let present = presence.present();
