@@ -261,7 +261,7 @@ impl Evictor {
             }
             let has_more = look.evicts && (look.has_grown || pager.exhausted.load(Acquire));
             self.has_all = false;
-            if armed && matches!(channel.way, Way::Remap) && !self.may_evict(pager) {
+            if armed && !self.may_evict(pager, channel) {
                 pager.exhausted.store(true, Release);
                 pager.tell_progress();
                 return NAP_IDLE_NS;
@@ -454,9 +454,10 @@ impl Evictor {
         true
     }
 
-    /// Whether pages may leave by mremap at all: not if a device may write to them, nor if all are locked.
-    fn may_evict(&mut self, pager: &Pager) -> bool {
-        if let Some(files) = self.files.as_ref().filter(|_| !pager.has_devices()) {
+    /// Whether pages may leave at all: not if a device may write to them and the kernel does not say so, nor by mremap if all are locked.
+    fn may_evict(&mut self, pager: &Pager, channel: &Channel) -> bool {
+        let by_remap = matches!(channel.way, Way::Remap);
+        if let Some(files) = self.files.as_ref().filter(|_| by_remap && !pager.has_devices()) {
             maps::for_each(files.maps.as_fd(), self.registrar.buffer(), |mapping| {
                 if mapping.device_queue {
                     pager.note_devices();
@@ -466,7 +467,8 @@ impl Evictor {
         if pager.has_devices() {
             pager.region.note_trouble(crate::shared::Trouble::Devices, 0);
         }
-        !pager.has_devices() && !pager.remapping.locked.load(Acquire)
+        let is_locked = by_remap && pager.remapping.locked.load(Acquire);
+        !pager.has_devices() && !is_locked
     }
 
     /// Learns of threads that were made behind our back, now and then: their control blocks must not leave.

@@ -86,6 +86,9 @@ impl Evictor {
     /// processor idle, and one that idles need not be interrupted for every move (docs/decisions/0006). Into several groups
     /// when as many neighbours move with one call, or while the small queue has more (docs/decisions/0017).
     pub fn fill_groups(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> Filled {
+        if pager.has_devices() {
+            return Filled::Nothing;
+        }
         if !pager.is_settled(state) {
             return Filled::EventPending;
         }

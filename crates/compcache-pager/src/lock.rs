@@ -13,6 +13,8 @@ const CONTENDED: u32 = 2;
 /// Rounds of looking before a thread sleeps: about 10 us. Locks here are held for 2 us, or while a few pages move; being
 /// woken from sleep costs more than either.
 const SPINS: u32 = 250;
+/// Rounds of [`pause`] in which a lock is free once: ten seconds at least.
+const PASSES: u32 = 200_000;
 
 /// Waits until `word` no longer holds `value`, or `timeout_ns` have passed, or for no reason at all.
 pub fn wait(word: &AtomicU32, value: u32, timeout_ns: Option<u64>) {
@@ -120,6 +122,18 @@ impl<T> Mutex<T> {
         self.word.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok().then(|| Guard { mutex: self })
     }
 
+    /// Waits until nobody has the lock for a moment: what is done under it after this sees what the caller did before. Takes nothing, so that
+    /// a signal may interrupt it. Not for ever: in a copy of the process made past libc who has it may not exist.
+    pub fn pass(&self) {
+        for _ in 0..PASSES {
+            // Not a load: this is to be in the order of those who change it.
+            if self.word.fetch_add(0, AcqRel) == FREE {
+                return;
+            }
+            pause();
+        }
+    }
+
     #[cold]
     fn lock_contended(&self) {
         for _ in 0..SPINS {
@@ -195,6 +209,23 @@ mod tests {
         assert!(mutex.try_lock().is_none() && mutex.try_lock().is_none());
         drop(held);
         assert_eq!(*mutex.try_lock().unwrap(), 1);
+    }
+
+    #[test]
+    fn who_passes_has_waited_for_who_has_the_lock() {
+        let (mutex, done) = (Mutex::new(()), AtomicU32::new(0));
+        std::thread::scope(|scope| {
+            let held = mutex.lock();
+            let waiter = scope.spawn(|| {
+                mutex.pass();
+                done.load(Relaxed)
+            });
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            done.store(1, Relaxed);
+            drop(held);
+            assert_eq!(waiter.join().unwrap(), 1);
+        });
+        assert!(mutex.try_lock().is_some(), "it was taken");
     }
 
     #[test]

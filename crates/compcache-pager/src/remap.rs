@@ -100,10 +100,12 @@ impl Remapping {
 }
 
 impl Pager {
-    /// A device may write to pages of this process at any time from now on: it has opened a file for direct input, or a
-    /// queue of asynchronous input. Where the kernel does not say which pages, none leaves any more.
+    /// A device may write to pages of this process at any time from now on, and the kernel does not say to which: the process has opened
+    /// a file for direct input, or a queue of asynchronous input. None leaves any more, once this has returned.
     pub fn note_devices(&self) {
-        self.remapping.devices.store(true, Release);
+        if !self.remapping.devices.swap(true, SeqCst) {
+            self.state.pass();
+        }
     }
 
     /// Whether [`Pager::note_devices`] matters: whether pages leave in a way that asks nobody.

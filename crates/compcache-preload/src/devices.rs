@@ -1,11 +1,13 @@
 //! Files opened for direct input: a device writes to the program's pages then, and only UFFDIO_MOVE knows which.
 //!
-//! Where pages leave another way ([`Pager::needs_to_know_devices`]) none does once there is such a file. Asynchronous input
-//! shows in the process's map; a file that comes through a socket, or is opened past libc, is not seen (docs/semantics.md).
+//! Where pages leave another way ([`Pager::needs_to_know_devices`]) none does once there is such a file. Nor does any, whatever the way,
+//! once there is one on a file system that holds on to the pages without pinning them ([`UNPINNED`]): UFFDIO_MOVE asks for pins alone.
+//! Asynchronous input shows in the process's map; a file that comes through a socket, or is opened past libc, is not seen (docs/semantics.md).
 
 use crate::libc;
 use compcache_pager::pager::Pager;
 use core::ffi::{c_char, c_int, c_uint};
+use rustix::fd::BorrowedFd;
 
 /// As the kernel's asm-generic/fcntl.h.
 const O_DIRECT: c_int = 0o40000;
@@ -13,20 +15,36 @@ const F_SETFL: c_int = 4;
 /// Descriptors looked at in a process that starts.
 const INHERITED_MAX: i32 = 256;
 
+/// What statfs calls NFS and Ceph: nfs_direct_read_schedule_iovec and ceph's iter_get_bvecs_alloc get pages by iov_iter_get_pages, Linux 6.18 at least.
+const UNPINNED: [u64; 2] = [0x6969, 0x00c3_6400];
+
 /// Notes what the process has from whoever started it.
 pub fn note_inherited(pager: &Pager) {
     for number in 0..INHERITED_MAX {
         // SAFETY: only asked for its flags; a number that is not open is an error.
-        let flags = rustix::fs::fcntl_getfl(unsafe { rustix::fd::BorrowedFd::borrow_raw(number) });
+        let flags = rustix::fs::fcntl_getfl(unsafe { BorrowedFd::borrow_raw(number) });
         if flags.is_ok_and(|flags| flags.bits() as c_int & O_DIRECT != 0) {
-            pager.note_devices();
+            note_opened(pager, number);
         }
     }
 }
 
-fn note(flags: c_int) {
-    if flags & O_DIRECT != 0 {
-        crate::pager().inspect(|pager| pager.note_devices());
+/// There is a file for direct input.
+fn note_opened(pager: &Pager, descriptor: c_int) {
+    let is_unpinned = || {
+        // SAFETY: only asked for its file system; a number that is not open is an error.
+        let about = rustix::fs::fstatfs(unsafe { BorrowedFd::borrow_raw(descriptor) });
+        about.is_ok_and(|about| UNPINNED.contains(&(about.f_type as u64)))
+    };
+    if pager.needs_to_know_devices() || is_unpinned() {
+        pager.note_devices();
+    }
+}
+
+/// Nothing is read into memory before the program knows the number.
+fn note(flags: c_int, descriptor: c_int) {
+    if flags & O_DIRECT != 0 && descriptor >= 0 {
+        crate::pager().inspect(|pager| note_opened(pager, descriptor));
     }
 }
 
@@ -39,10 +57,11 @@ macro_rules! openers {
         /// As libc's.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
-            note($flags);
             let real = libc::real::$name();
             // SAFETY: the caller's own call, passed on.
-            real.map_or(-1, |real| unsafe { real($($argument),*) })
+            let descriptor = real.map_or(-1, |real| unsafe { real($($argument),*) });
+            note($flags, descriptor);
+            descriptor
         }
     )*};
 }
@@ -69,7 +88,7 @@ macro_rules! fcntls {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(descriptor: c_int, command: c_int, argument: usize) -> c_int {
             if command == F_SETFL {
-                note(argument as c_int);
+                note(argument as c_int, descriptor);
             }
             // SAFETY: the caller's own call, passed on.
             libc::real::$name().map_or(-1, |real| unsafe { real(descriptor, command, argument) })

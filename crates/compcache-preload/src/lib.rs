@@ -85,9 +85,7 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
         Ok(pager) => {
             PAGER.store(core::ptr::from_ref(pager).cast_mut(), Release);
             threads::learn();
-            if pager.needs_to_know_devices() {
-                devices::note_inherited(pager);
-            }
+            devices::note_inherited(pager);
             libc::register_fork_handlers(before_fork, after_fork_in_parent, after_fork_in_child);
             if let Err(trouble) = pager.start() {
                 region.note_trouble(trouble, 0);

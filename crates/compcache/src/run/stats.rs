@@ -211,8 +211,8 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         Some(Trouble::NoEvictionWay) => "a process ran unpaged: the kernel lacks what the eviction way needs",
         Some(Trouble::NoThread) => "a process ran unpaged: the pager's thread could not be started",
         Some(Trouble::Devices) => {
-            "nothing more was evicted from a process that uses O_DIRECT or io_uring: the way for kernels before 6.8 \
-             cannot tell which of its pages a device writes to"
+            "nothing more was evicted from a process that uses O_DIRECT or io_uring: before Linux 6.8, and where files are \
+             on NFS or Ceph, nobody can tell which of its pages are written to"
         }
         Some(Trouble::NotMeant) => {
             "a process was ended: it changed its mappings in the instant in which pages left, and was not to get wrong \

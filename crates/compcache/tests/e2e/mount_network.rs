@@ -7,7 +7,7 @@ use std::time::Duration;
 use compcache_testkit::features::{Feature, find_program, requires};
 use compcache_testkit::vm::{Kernel, Vm};
 
-use crate::support::{beside_others, compcache};
+use crate::support::{beside_others, compcache, preload, trap_program};
 
 /// The kernel's server, asked by hand instead of by its programs: what they would answer is told it beforehand. The flags are those of
 /// `rw,insecure,no_root_squash,no_subtree_check,fsid=0`.
@@ -47,22 +47,26 @@ const NOT_HERE: [&str; 13] = [
     "all_of_this_holds",
 ];
 
-#[test]
-fn all_but_some_of_this_holds_on_nfs() {
+/// A machine that can run [`SERVER`]; `None` where there is none.
+fn machine() -> Option<Vm> {
     let programs = ["mount", "qemu-system-x86_64", "busybox"].map(Feature::Program);
     if !requires(&[&[Feature::StockKernel][..], &programs].concat()) {
-        return;
+        return None;
     }
-    let _shared = beside_others();
     let mut vm = Kernel::stock().map_err(std::io::Error::other).and_then(|kernel| Vm::new(&kernel)).expect("a machine");
     for module in ["nfsd", "nfsv4"] {
         vm.module(module, "").expect("a module of this kernel's");
     }
-    let program = env::current_exe().expect("it runs");
-    let mount = find_program("mount").expect("asked for above");
-    for (host, guest) in [(&program, "/e2e"), (&mount, "/bin/mount.nfs4")] {
-        vm.program(host, guest).expect("a program that can be read");
-    }
+    vm.program(&find_program("mount").expect("asked for above"), "/bin/mount.nfs4")
+        .expect("a program that can be read");
+    Some(vm)
+}
+
+#[test]
+fn all_but_some_of_this_holds_on_nfs() {
+    let _shared = beside_others();
+    let Some(mut vm) = machine() else { return };
+    vm.program(&env::current_exe().expect("it runs"), "/e2e").expect("a program that can be read");
     vm.program(&compcache(), compcache().to_str().expect("a name")).expect("a program that can be read");
     let place = env!("CARGO_TARGET_TMPDIR");
     let not_here: String = NOT_HERE.iter().map(|name| format!(" --skip {name}")).collect();
@@ -76,4 +80,31 @@ fn all_but_some_of_this_holds_on_nfs() {
     let passed = printed.lines().filter(|line| line.starts_with("test ") && line.trim_end().ends_with("... ok"));
     let passed = passed.count();
     assert!(passed >= 25, "{passed} tests were run:\n{printed}");
+}
+
+/// Of [S20]: on the way from such a server data is for pages that the kernel does not say.
+#[test]
+fn a_direct_read_of_a_program_in_less_memory_is_not_lost_on_nfs() {
+    let _shared = beside_others();
+    let Some(mut vm) = machine() else { return };
+    let programs = [
+        (compcache(), "/compcache"),
+        (preload().to_owned(), "/libcompcache_preload.so"),
+        (trap_program("direct_held"), "/direct_held"),
+    ];
+    for (host, guest) in &programs {
+        vm.program(host, guest).expect("a program that can be read");
+    }
+    let script = format!(
+        "PLACE=/place\n{SERVER}\nexport COMPCACHE_PRELOAD=/libcompcache_preload.so TRAP_MB=16\n\
+         for way in '' '--evict remap'; do\n\
+         /compcache run --resident 8M $way -- /direct_held $PLACE; echo \"status of run$way: $?\"\ndone\n"
+    );
+    let printed = vm.run(&script, Duration::from_secs(300)).unwrap_or_else(|error| panic!("{error}"));
+    eprintln!("{printed}");
+    assert!(printed.contains("status of network: 0"), "{printed}");
+    for way in ["", "--evict remap"] {
+        assert!(printed.contains(&format!("status of run{way}: 0")), "{printed}");
+    }
+    assert_eq!(printed.matches("nothing more was evicted from a process").count(), 2, "nobody is told:\n{printed}");
 }
