@@ -25,6 +25,7 @@
 
 mod lane;
 
+use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -113,16 +114,34 @@ impl Disk {
     /// # Errors
     /// [`DeviceError::BadSize`]; the size is as it was.
     pub fn resize(&self, size_bytes: u64) -> Result<(), DeviceError> {
+        self.resize_if(size_bytes, || Ok::<(), Infallible>(()))?.map_err(|never| match never {})
+    }
+
+    /// The same, if `told` succeeds, which is called when the disk has the new size, and nothing beyond a smaller end is discarded yet. Else the size is as it
+    /// was, and so are the contents but for what was discarded meanwhile; that is what the inner result tells.
+    ///
+    /// # Errors
+    /// [`DeviceError::BadSize`]; the size is as it was.
+    pub fn resize_if<E>(
+        &self,
+        size_bytes: u64,
+        told: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Result<(), E>, DeviceError> {
         check_size(size_bytes, Disk::SIZE_BYTES_MAX)?;
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let before = self.size_bytes.swap(size_bytes, SeqCst);
+        self.pool.set_disk_bytes(size_bytes);
+        if let Err(error) = told() {
+            self.size_bytes.store(before, SeqCst);
+            self.pool.set_disk_bytes(before);
+            return Ok(Err(error));
+        }
         if size_bytes < before {
             self.stripes.wait_for_all();
             let block = BLOCK_BYTES as u64;
             self.pool.discard_range(PageIndex(size_bytes / block), (before - size_bytes) / block);
         }
-        self.pool.set_disk_bytes(size_bytes);
-        Ok(())
+        Ok(Ok(()))
     }
 
     /// Forgets every block. The size stays. Writes in flight come before or after, each block for itself.

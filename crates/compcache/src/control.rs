@@ -21,7 +21,7 @@ use anyhow::bail;
 use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
 
-pub use client::ask;
+pub use client::{ask, ask_own};
 pub use server::{Asker, Control, Served};
 
 /// The protocol spoken here.

@@ -18,7 +18,8 @@ use crate::cli::{
     ServerArgs, ShowArgs, Transport,
 };
 use crate::control::{
-    At, BackingChange, BackingWanted, Change, Create, DiskState, OriginWanted, Reply, Request, ask, default_socket,
+    At, BackingChange, BackingWanted, Change, Create, DiskState, OriginWanted, Reply, Request, ask, ask_own,
+    default_socket,
 };
 use crate::kernel::ram_bytes;
 use crate::mount;
@@ -68,10 +69,13 @@ pub fn show(args: &ShowArgs) -> ExitCode {
         true => error.context(format!("{shown} was taken for a disk's name; a mount is named with a slash: ./{shown}")),
         false => error,
     });
-    ended(disk.map(|disk| match args {
-        ShowArgs { json: true, .. } => json(&disk),
-        ShowArgs { ramzswap: true, .. } => tables::ramzswap(&disk),
-        _ => tables::show(&disk),
+    ended(disk.and_then(|disk| match args {
+        ShowArgs { json: true, .. } => Ok(json(&disk)),
+        ShowArgs { ramzswap: true, .. } if disk.origin.is_some() => {
+            bail!("{shown} is a cache of its origin, which ramzswap had nothing like; `compcache show {shown}` shows its statistics")
+        }
+        ShowArgs { ramzswap: true, .. } => Ok(tables::ramzswap(&disk)),
+        _ => Ok(tables::show(&disk)),
     }))
 }
 
@@ -126,7 +130,10 @@ fn create(args: CreateArgs, caught: &Caught) -> anyhow::Result<String> {
         },
         (Some(backing), None) => Request::CreateOn { disk: wanted, backing },
     };
-    let disk = one_disk(&args.server, request)?;
+    let socket = server(&args.server)?;
+    // What it answers is handed to other programs.
+    let is_handed_on = args.mkfs.is_some() || args.mount.is_some();
+    let disk = disk_of(if is_handed_on { ask_own(&socket, request) } else { ask(&socket, request) })?;
     // An older server answers all the same, and would write as much as there is.
     let agreed = if daily_bytes == budget_of(&disk) { Ok(()) } else { unexpected() };
     let complete = agreed.and_then(|()| file_system(&disk.at, args.mkfs.as_deref(), args.mount.as_deref(), caught));
@@ -135,7 +142,7 @@ fn create(args: CreateArgs, caught: &Caught) -> anyhow::Result<String> {
         if args.mount.is_some() && mounts::of_this_machine().contains_key(&disk.at) {
             let _ = tool("umount", &[&disk.at]);
         }
-        let removed = ask(&server(&args.server)?, Request::Remove { name: disk.name, force: true });
+        let removed = ask(&socket, Request::Remove { name: disk.name, force: true });
         return match removed {
             Ok(_) => Err(error),
             Err(left) => Err(anyhow!("{error:#}; the disk stays, for {left:#}")),
@@ -207,7 +214,17 @@ fn run(command: &mut Command) -> anyhow::Result<()> {
 fn resize(args: &ResizeArgs) -> anyhow::Result<String> {
     let size_bytes = Some(whole_blocks(args.size.bytes(ram_bytes())));
     let change = Change { name: args.name.clone(), size_bytes, ..Change::default() };
-    one_disk(&args.server, Request::Change(change)).map(|_| String::new())
+    let disk = one_disk(&args.server, Request::Change(change))?;
+    if let (Some(backing), Some(size_bytes)) = (disk.backing, size_bytes)
+        && backing.capacity_bytes < size_bytes
+    {
+        say(&format!(
+            "compcache: the backing of disk {} stays as it was made, with room for {}: what fits neither there nor in memory is refused\n",
+            disk.name,
+            Shown(backing.capacity_bytes)
+        ));
+    }
+    Ok(String::new())
 }
 
 fn change(args: &ChangeArgs) -> anyhow::Result<String> {
@@ -279,8 +296,13 @@ fn plain(args: &NameArgs, request: impl FnOnce(String) -> Request) -> anyhow::Re
     }
 }
 
-pub fn one_disk(args: &ServerArgs, request: Request) -> anyhow::Result<DiskState> {
-    match ask(&server(args)?, request)? {
+fn one_disk(args: &ServerArgs, request: Request) -> anyhow::Result<DiskState> {
+    disk_of(ask(&server(args)?, request))
+}
+
+/// The disk that a server has answered with.
+pub fn disk_of(answer: anyhow::Result<Reply>) -> anyhow::Result<DiskState> {
+    match answer? {
         Reply::Disk(disk) => Ok(*disk),
         _ => unexpected(),
     }

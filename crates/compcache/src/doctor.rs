@@ -3,7 +3,6 @@
 //! Gathered once as plain facts ([`Facts`]), which `--json` prints as they are and the other form tells in lines.
 
 use std::fmt::{self, Display};
-use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -17,6 +16,7 @@ use serde::Serialize;
 
 use crate::cgroup;
 use crate::cli::DoctorArgs;
+use crate::disk::ended;
 use crate::kernel::{self, pagemap_scan, userfaultfd};
 use crate::run;
 use crate::size::Shown;
@@ -103,9 +103,8 @@ pub fn doctor(args: &DoctorArgs) -> ExitCode {
         true => serde_json::to_string_pretty(&facts).expect("facts are always JSON") + "\n",
         false => facts.to_string(),
     };
-    // A reader that has seen enough (`| head`) is no failure.
-    let _ = io::stdout().write_all(text.as_bytes());
-    if facts.run.works { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let printed = ended(Ok(text));
+    if facts.run.works { printed } else { ExitCode::FAILURE }
 }
 
 impl Facts {

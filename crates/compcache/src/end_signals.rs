@@ -50,8 +50,8 @@ impl EndSignals {
     }
 
     /// Has `end` try whenever a signal asks, and says why it could not, each time that it is asked or the reason is
-    /// another. Returns when it could, or `false` when the handle was closed.
-    pub fn wait_until(&mut self, mut end: impl FnMut() -> anyhow::Result<()>) -> bool {
+    /// another. It is told whether it will be asked until it succeeds. Returns when it could, or `false` when the handle was closed.
+    pub fn wait_until(&mut self, mut end: impl FnMut(bool) -> anyhow::Result<()>) -> bool {
         let (mut insists, mut told, mut pause) = (false, String::new(), BETWEEN_TRIES);
         loop {
             let asked = self.wait(insists.then_some(pause));
@@ -63,7 +63,7 @@ impl EndSignals {
             }
             insists |= asked.contains(&SIGTERM);
             let begun = Instant::now();
-            let Err(error) = end() else { return true };
+            let Err(error) = end(insists) else { return true };
             pause = BETWEEN_TRIES.max(begun.elapsed() * TRIES_SHARE);
             let why = format!("{error:#}");
             if asked.is_empty() && why == told {

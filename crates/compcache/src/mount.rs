@@ -30,6 +30,7 @@ use crate::end_signals::EndSignals;
 use crate::file_size;
 use crate::kernel::{self, ram_bytes};
 use crate::run::{STATUS_FAILED, say};
+use crate::serve::notify;
 use crate::size::{Shown, Size};
 
 /// What our mounts are called in the table of mounts.
@@ -107,13 +108,12 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
             Shown(options.memory_bytes)
         ));
     }
-    // Nobody listens where no service manager is; nothing depends on it.
-    let _ = sd_notify::notify(&[NotifyState::Ready]);
+    notify(NotifyState::Ready, args.background_inner);
     let ends = signals.handle();
     let watched = at.clone();
     let watcher = thread::Builder::new().name("signals".into()).spawn(move || {
         // Whoever uses it would lose what he has open. Unmounted, it is served on where others have it in a namespace of theirs.
-        while signals.wait_until(|| Ok(watched.unmount()?)) {}
+        while signals.wait_until(|_| Ok(watched.unmount()?)) {}
     });
     let watcher = watcher.context("cannot start the thread that waits for signals")?;
     let served = mount.wait();

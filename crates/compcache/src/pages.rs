@@ -1,6 +1,5 @@
 //! The manual pages and shell completions, made from the flags themselves.
 
-use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -9,15 +8,14 @@ use clap::CommandFactory;
 use clap_complete::Shell;
 
 use crate::cli::Cli;
+use crate::disk::ended;
 use crate::run::{STATUS_FAILED, say};
 
 /// Prints the completions for `shell`.
 pub fn completions(shell: Shell) -> ExitCode {
     let mut text = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "compcache", &mut text);
-    // A reader that has seen enough (`| head`) is no failure.
-    let _ = std::io::stdout().write_all(&text);
-    ExitCode::SUCCESS
+    ended(String::from_utf8(text).context("the completions are no text"))
 }
 
 /// Writes compcache.1, compcache-run.1 and so on into `dir`.

@@ -113,8 +113,7 @@ fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
     let disks = Arc::new(Disks::new(store.clone(), directory, safety, cold));
     start_compaction(store)?;
     control.answer(disks.clone())?;
-    // Nobody listens where no service manager is; nothing depends on it.
-    let _ = sd_notify::notify(&[NotifyState::Ready]);
+    notify(NotifyState::Ready, args.background_inner);
     if args.background_inner {
         std::env::set_current_dir("/").context("cannot leave the working directory")?;
         background::begun()?;
@@ -122,10 +121,18 @@ fn serve_until_told(args: &ServeArgs) -> anyhow::Result<()> {
         say(&format!("compcache: serving at {}; all disks together may take {limits} of memory\n", socket.display()));
     }
     // Whoever uses a disk would lose what it holds.
-    signals.wait_until(|| disks.remove_all());
+    signals.wait_until(|insists| disks.remove_all(insists));
     // Said before, a service manager would kill us for not ending.
-    let _ = sd_notify::notify(&[NotifyState::Stopping]);
+    notify(NotifyState::Stopping, args.background_inner);
     Ok(())
+}
+
+/// Tells the service manager, if there is one. One in the background would tell that of whoever started it, which is no manager of it.
+pub fn notify(state: NotifyState<'_>, in_background: bool) {
+    if !in_background {
+        // Nobody listens where no service manager is; nothing depends on it.
+        let _ = sd_notify::notify(&[state]);
+    }
 }
 
 /// What all disks may take: no more than the memory cgroup lets anybody here.

@@ -12,9 +12,9 @@ use anyhow::{Context, anyhow, bail};
 use compcache_block::fuse_loop::is_served_file;
 
 use crate::cli::{SwapCommand, SwapOffArgs, SwapOnArgs, SwapTransport};
-use crate::control::{At, Create, DiskState, Reply, Request, ask};
+use crate::control::{At, Create, DiskState, Reply, Request, ask, ask_own};
 use crate::disk::{
-    Caught, backing_wanted, ended, finish_or_undo, limit_bytes, one_disk, server, tool, unexpected, whole_blocks,
+    Caught, backing_wanted, disk_of, ended, finish_or_undo, limit_bytes, server, tool, unexpected, whole_blocks,
 };
 use crate::kernel::{ram_bytes, setting};
 use crate::run::say;
@@ -57,7 +57,7 @@ fn on(args: SwapOnArgs, caught: &Caught) -> anyhow::Result<String> {
             Request::CreateOn { disk: wanted, backing }
         }
     };
-    let disk = one_disk(&args.server, request).context("swap stays as it was")?;
+    let disk = disk_of(ask_own(&socket, request)).context("swap stays as it was")?;
     let swaps = read("/proc/swaps").unwrap_or_default();
     let all = disks(&socket).unwrap_or_default();
     let others = Others::beside(&all);
@@ -96,7 +96,7 @@ fn off(args: &SwapOffArgs) -> anyhow::Result<String> {
     let socket = server(&args.server)?;
     let all = disks(&socket)?;
     let swaps = read("/proc/swaps")?;
-    let chosen: Vec<_> = match args.names.is_empty() {
+    let mut chosen: Vec<_> = match args.names.is_empty() {
         // Also one that swap is off of already: who took it off was interrupted, or did it himself.
         true => all.iter().filter(|disk| disk.for_swap).collect(),
         false => args.names.iter().map(|name| by_name(&all, name)).collect::<anyhow::Result<_>>()?,
@@ -111,21 +111,28 @@ fn off(args: &SwapOffArgs) -> anyhow::Result<String> {
             there.collect::<String>()
         );
     }
-    for disk in chosen {
-        if let Some(used_bytes) = used_bytes(&read("/proc/swaps")?, &disk.at) {
-            if !args.force {
-                must_fit(&disk.name, used_bytes, &all)?;
-            }
-            tool("swapoff", &[&disk.at])
-                .with_context(|| format!("swap stays on disk {}; what was brought back is in memory", disk.name))?;
-        }
-        let removed = ask(&socket, Request::Remove { name: disk.name.clone(), force: false });
-        match removed.context("swap is off, and the disk stays; `compcache swap off` again removes it")? {
-            Reply::Done => {}
-            _ => return unexpected(),
-        }
+    // Each by itself: what there is no room for does not keep the others on. The least first, which has room soonest.
+    chosen.sort_by_key(|disk| used_bytes(&swaps, &disk.at));
+    let failed = chosen.into_iter().filter_map(|disk| off_one(&socket, disk, &all, args.force).err());
+    match failed.reduce(|first, next| anyhow!("{first:#}; {next:#}")) {
+        None => Ok(String::new()),
+        Some(error) => Err(error),
     }
-    Ok(String::new())
+}
+
+fn off_one(socket: &Path, disk: &DiskState, all: &[DiskState], force: bool) -> anyhow::Result<()> {
+    if let Some(used_bytes) = used_bytes(&read("/proc/swaps")?, &disk.at) {
+        if !force {
+            must_fit(&disk.name, used_bytes, all)?;
+        }
+        tool("swapoff", &[&disk.at])
+            .with_context(|| format!("swap stays on disk {}; what was brought back is in memory", disk.name))?;
+    }
+    let removed = ask(socket, Request::Remove { name: disk.name.clone(), force: false });
+    match removed.context("swap is off, and the disk stays; `compcache swap off` again removes it")? {
+        Reply::Done => Ok(()),
+        _ => unexpected(),
+    }
 }
 
 /// Refuses where the memory that is free would not hold what is swapped out. What is compressed of it is still held while
@@ -148,7 +155,7 @@ fn must_fit(name: &str, used_bytes: u64, ours: &[DiskState]) -> anyhow::Result<(
 }
 
 fn disks(socket: &Path) -> anyhow::Result<Vec<DiskState>> {
-    match ask(socket, Request::List)? {
+    match ask_own(socket, Request::List)? {
         Reply::Disks(disks) => Ok(disks),
         _ => unexpected(),
     }

@@ -92,6 +92,22 @@ fn what_was_beyond_a_smaller_end_does_not_come_back_when_the_disk_grows() {
     assert!(back.iter().all(|byte| *byte == 0));
 }
 
+#[test]
+fn a_disk_whose_users_cannot_be_told_of_a_smaller_end_keeps_all_it_has() {
+    let disk = disk(1 << 20, u64::MAX);
+    let mut lane = disk.clone().lane().unwrap();
+    lane.write(0, &noise(1 << 20, 2), WAITING).unwrap();
+    let told = disk.resize_if(512 << 10, || {
+        assert_eq!((disk.size_bytes(), disk.stats().disk_size), (512 << 10, 512 << 10));
+        Err("gone")
+    });
+    assert_eq!(told.unwrap(), Err("gone"));
+    assert_eq!((disk.size_bytes(), disk.stats().disk_size), (1 << 20, 1 << 20));
+    let mut back = vec![0; 1 << 20];
+    lane.read(0, &mut back, WAITING).unwrap();
+    assert!(back == noise(1 << 20, 2), "something is lost");
+}
+
 /// Writers that were let in before the end moved must not leave anything beyond it.
 #[test]
 fn a_disk_that_shrinks_under_its_writers_keeps_nothing_beyond_its_end() {

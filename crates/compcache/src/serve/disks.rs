@@ -44,6 +44,8 @@ struct Named {
     leaving: BTreeMap<String, Leaves>,
     /// The server is at its end: a disk made now would be left behind.
     ending: bool,
+    /// By who tries until that succeeds.
+    asked_to_end: bool,
 }
 
 /// What a disk that is being made has already.
@@ -158,6 +160,12 @@ impl Named {
         if self.ending {
             bail!("the server is ending");
         }
+        // It would end with the others as soon as nobody uses it.
+        if self.asked_to_end {
+            bail!(
+                "the server was asked to end, and does so as soon as none of its disks is in use; start another then"
+            );
+        }
         let is_free = |name: &String| {
             !(self.by_name.contains_key(name) || self.coming.contains_key(name) || self.leaving.contains_key(name))
         };
@@ -185,13 +193,14 @@ impl Disks {
         Self { store, directory, disks: Mutex::default(), safety, cold }
     }
 
-    /// Ends every disk, and lets no more be made.
+    /// Ends every disk, and lets no more be made; nor if that fails and is tried until it succeeds, as who `insists` does.
     ///
     /// # Errors
     /// Some are in use; then all stay, and the server goes on. Or the system does not let go of one, which stays, and with it all that have not
     /// ended before it.
-    pub fn remove_all(&self) -> anyhow::Result<()> {
+    pub fn remove_all(&self, insists: bool) -> anyhow::Result<()> {
         let mut disks = self.lock();
+        disks.asked_to_end |= insists;
         let started = disks.coming.iter().filter(|(_, disk)| disk.is_started).map(|(name, _)| name);
         if let Some(name) = disks.leaving.keys().chain(started).next() {
             return Err(disks.not_there(name));
@@ -389,7 +398,8 @@ impl Disks {
             backing.change(change);
         }
         if let (Shows::Origin(origin), Some(limit_bytes)) = (&attached.shows, change.limit_bytes) {
-            if limit_bytes < u64::MAX {
+            // A smaller one is welcome however little memory there is now.
+            if limit_bytes < u64::MAX && limit_bytes > origin.memory_bytes() {
                 self.refuse_too_much(cache_bytes - origin.memory_bytes(), limit_bytes)?;
             }
             origin.set_memory_bytes(limit_bytes)?;
@@ -429,11 +439,13 @@ impl Disks {
             Shows::Pool(disk) if !attached.for_swap => {
                 Ok((disk.pool().clone(), attached.recompress.level, attached.presence.present()))
             }
-            _ => bail!(NOT_RECOMPRESSED),
+            Shows::Pool(_) => bail!("the blocks of disk {name}, which is for swap, are not recompressed"),
+            Shows::Origin(_) => bail!("the blocks of disk {name}, which has an origin, are not recompressed"),
         })?;
         let idle = idle_ms.map(Duration::from_millis);
         let goes_on = || present.check().and_then(|()| asker.check());
-        let done = self.cold.recompress(&pool, level.unwrap_or(Recompress::DEFAULT_LEVEL), idle, &goes_on)?;
+        let done = self.cold.recompress(&pool, level.unwrap_or(Recompress::DEFAULT_LEVEL), idle, &goes_on);
+        let done = done.context("not all was recompressed")?;
         let Done { pages, before_bytes, after_bytes } = done;
         Ok(Reply::Recompressed { pages, before_bytes, after_bytes })
     }
@@ -492,9 +504,7 @@ impl Served for Disks {
             Request::List => Ok(Reply::Disks(self.list())),
             Request::Show { name } => self.with(&name, |attached| Ok(one(attached.state(&name)))),
             Request::Change(change) => self.change(&change).map(one),
-            Request::Recompress { name, idle_ms } => {
-                self.recompress(&name, idle_ms, asker).context("not all was recompressed")
-            }
+            Request::Recompress { name, idle_ms } => self.recompress(&name, idle_ms, asker),
             Request::Reset { name } => self.with(&name, |attached| {
                 let disk = attached.pool(&name)?;
                 let _claimed = attached.claim(&name)?;
@@ -567,10 +577,8 @@ impl Attached {
         if self.for_swap && size_bytes > disk.size_bytes() {
             disk.pool().prepare(size_bytes / BLOCK_BYTES as u64)?;
         }
-        let before = disk.size_bytes();
-        disk.resize(size_bytes)?;
         // What has no device any more, or cannot tell its users, stays as they know it.
-        self.wire.resized().inspect_err(|_| _ = disk.resize(before))
+        disk.resize_if(size_bytes, || self.wire.resized())?
     }
 
     fn state(&self, name: &str) -> DiskState {

@@ -31,7 +31,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use compcache_block::fuse_loop::own_mounts;
 use compcache_block::{BlockDevice, Disk};
 use compcache_store::{PAGE_SIZE, Store};
@@ -129,7 +129,8 @@ impl Safety {
     ) -> anyhow::Result<Preparation<'s>> {
         let mut lacks = self.lacks.clone();
         // Harmless where it turns out to be in vain.
-        if let Err(error) = fs::write("/proc/self/oom_score_adj", OOM_NEVER) {
+        let spared = fs::write("/proc/self/oom_score_adj", OOM_NEVER);
+        if let Err(error) = &spared {
             lacks.push(format!(
                 "it cannot keep itself from being killed when memory is out (CAP_SYS_RESOURCE): {error}"
             ));
@@ -143,7 +144,7 @@ impl Safety {
         }
         let mut state = self.lock();
         let here = cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes());
-        self.start(&mut state, store, here)?;
+        self.start(&mut state, store, here, spared.is_ok())?;
         if !state.serving {
             state.boost = NoBoost::take();
         }
@@ -162,7 +163,7 @@ impl Safety {
     }
 
     /// Locks the server in memory, and starts the threads that swap needs. What was done before is not done again.
-    fn start(&self, state: &mut State, store: &Arc<Store>, here: u64) -> anyhow::Result<()> {
+    fn start(&self, state: &mut State, store: &Arc<Store>, here: u64, is_spared: bool) -> anyhow::Result<()> {
         if !state.locked {
             // What is mapped from here on is locked as it is touched. Not all of it at once: the store maps far more than it uses.
             mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)
@@ -185,7 +186,11 @@ impl Safety {
         }
         if !state.is_overload_watched {
             // In a container only its memory cgroup will be short, and the kernel acts there by itself.
-            if let Err(error) = overload::start_watching(self.disks.clone(), move || ballast.asked_for()) {
+            let watching = match is_spared {
+                true => overload::start_watching(self.disks.clone(), move || ballast.asked_for()),
+                false => Err(anyhow!("it could choose this server")),
+            };
+            if let Err(error) = watching {
                 say(&format!(
                     "compcache: a machine with more in use than fits will not be helped by the OOM killer soon: {error:#}\n"
                 ));

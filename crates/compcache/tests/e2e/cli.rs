@@ -429,6 +429,15 @@ fn an_object_of_another_version_is_refused_before_the_program_starts() {
 }
 
 #[test]
+fn what_cannot_be_printed_is_an_error() {
+    for command in [&["completions", "bash"][..], &["doctor"]] {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").expect("every machine has it");
+        let output = Command::new(compcache()).args(command).stdout(full).output().expect("compcache can be started");
+        assert!(!output.status.success() && said(&output).contains("No space left"), "{command:?}: {}", said(&output));
+    }
+}
+
+#[test]
 fn the_doctor_agrees_with_run() {
     let output = Command::new(compcache()).arg("doctor").output().expect("compcache can be started");
     let text = String::from_utf8_lossy(&output.stdout);

@@ -473,6 +473,23 @@ fn a_backing_that_makes_no_sense_is_refused_with_the_reason_and_nothing_is_overw
 }
 
 #[test]
+fn a_disk_that_outgrows_its_backing_says_so() {
+    let server = Server::start(&[]);
+    let backing = server.directory.path().join("b").display().to_string();
+    let create = ["disk", "create", "--name", "d", "--size", "64M", "--transport", "nbd", "--backing", &backing];
+    server.ok(&create);
+    // A little more than the disk.
+    let room = backing_of(&server)["capacity_bytes"].as_u64().expect("a number");
+    let resize = |bytes: u64| {
+        let output = server.asked(&["disk", "resize", "d", &bytes.to_string()]);
+        assert!(output.status.success(), "{}", said(&output));
+        said(&output)
+    };
+    assert_eq!(resize(room / 4096 * 4096), "");
+    assert!(resize(room + (1 << 20)).contains("with room for"));
+}
+
+#[test]
 fn what_is_asked_to_leave_stops_when_the_disk_is_removed_and_the_device_is_free() {
     if !requires(&LOOP_DEVICE) {
         return;

@@ -245,6 +245,8 @@ fn an_origin_that_cannot_be_had_is_refused_with_the_reason_and_stays_as_it_is() 
     assert!(server.ok(&["show", "o"]).contains("last 100 bytes"), "{}", server.ok(&["show", "o"]));
     server.refuses(&["disk", "resize", "o", "1M"], &["stays as it is", &file]);
     server.refuses(&["disk", "reset", "o"], &["stays as it is", &file]);
+    server.refuses(&["show", "o", "--ramzswap"], &["cache of its origin"]);
+    server.refuses(&["recompress", "o"], &["disk o, which has an origin"]);
     server.refuses(&["disk", "change", "o", "--limit", "0"], &["limit"]);
     server.refuses(&["disk", "change", "o", "--limit", "64K"], &["--limit", "1M"]);
     server.refuses(&["disk", "change", "o", "--recompress-after", "5"], &["are not recompressed"]);

@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
 use rustix::net::sockopt::socket_peercred;
-use rustix::process::{Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::support::{
     Mounted, PATIENCE, Server, Stopped, Tree, ask, await_unmounted, backing_file, can_mount, compcache, copy_program,
-    ignore, said, sample_until, scratch,
+    hears, ignore, said, sample_until, scratch,
 };
 
 /// What a server says that must not come up; one that does is ended after a while.
@@ -142,10 +142,13 @@ fn a_server_without_room_for_any_disk_is_refused() {
 #[test]
 fn a_server_in_the_background_can_be_asked_at_once() {
     let directory = scratch();
-    let socket = directory.path().join("control");
+    let (socket, notify) = (directory.path().join("control"), directory.path().join("notify"));
+    // Of whoever starts it, who is not ready yet.
+    let manager = UnixDatagram::bind(&notify).expect("the directory can be written to");
     let serve = || {
         let mut command = Command::new(compcache());
-        command.current_dir(&directory).args(["serve", "--background", "--socket", "control"]);
+        command.current_dir(&directory).env("NOTIFY_SOCKET", &notify);
+        command.args(["serve", "--background", "--socket", "control"]);
         // Its output ends when everybody who has it has let go of it.
         command.output().expect("compcache can be started")
     };
@@ -157,6 +160,8 @@ fn a_server_in_the_background_can_be_asked_at_once() {
     let again = serve();
     kill_process(peer, Signal::TERM).expect("it runs");
     sample_until("it has ended", 20, || (!socket.exists()).then_some(()));
+    manager.set_nonblocking(true).expect("it can be set");
+    assert!(manager.recv(&mut [0; 64]).is_err(), "the service manager of who started it is told of it");
     assert!(create.status.success(), "{}", said(&create));
     assert!(!again.status.success() && said(&again).contains("already"), "{}", said(&again));
 }
@@ -256,6 +261,41 @@ fn another_user_may_not_ask() {
     let nobody = list("65534");
     assert!(!nobody.status.success() && said(&nobody).contains("only the user it runs as"), "{}", said(&nobody));
     assert!(list("0").status.success());
+}
+
+/// Whose answers root would hand to mkfs, mkswap, swapon and mount.
+#[test]
+fn root_lets_no_other_users_server_name_a_device() {
+    if !requires(&[Feature::Root, Feature::Program("setpriv")]) {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory for temporary files");
+    let (binary, socket) = (directory.path().join("compcache"), directory.path().join("control"));
+    copy_program(&compcache(), &binary);
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).expect("it is ours");
+    let mut server = Command::new("setpriv")
+        .args(["--reuid=65534", "--regid=65534", "--clear-groups", "--"])
+        .arg(&binary)
+        .args(["serve", "--socket"])
+        .arg(&socket)
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("setpriv runs");
+    hears(&mut BufReader::new(server.stderr.take().expect("it is piped")), "serving at");
+    let asked: [&[&str]; 4] = [
+        &["disk", "create", "--size", "1M", "--mkfs", "ext4"],
+        &["disk", "create", "--origin", "/nothing", "--mount", "/nowhere"],
+        &["swap", "on", "--size", "1M"],
+        &["swap", "off"],
+    ];
+    let refused = asked.map(|arguments| ask(&socket, arguments));
+    let listed = ask(&socket, &["list"]);
+    kill_process(Pid::from_child(&server), Signal::TERM).expect("it runs");
+    assert!(server.wait().expect("it is our child").success());
+    for output in refused {
+        assert!(!output.status.success() && said(&output).contains("user 65534"), "{}", said(&output));
+    }
+    assert!(listed.status.success() && String::from_utf8_lossy(&listed.stdout).lines().count() == 1, "{listed:?}");
 }
 
 #[test]

@@ -82,6 +82,9 @@ fn a_server_asked_once_by_sigterm_ends_when_its_disk_is_not_used_any_more() {
     server.hears("not ending: disk d");
     thread::sleep(A_WHILE);
     assert!(server.ok(&["list"]).contains("d "));
+    // It would go with the other.
+    let another = ["disk", "create", "--name", "e", "--size", "1M", "--transport", "nbd"];
+    server.refuses(&another, &["asked to end", "no disk was made"]);
     drop(client);
     let (status, text, _) = server.ended();
     assert!(status.success() && !text.contains("not ending"), "it is said again: {text}");
@@ -96,6 +99,7 @@ fn a_server_that_refused_a_key_of_the_terminal_goes_on() {
     drop(client);
     thread::sleep(A_WHILE);
     assert!(server.ok(&["list"]).contains("d "));
+    server.ok(&["disk", "create", "--name", "e", "--size", "1M", "--transport", "nbd"]);
 }
 
 #[test]
