@@ -25,7 +25,7 @@ use crate::shared::Trouble;
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
 use crate::uffd::{Message, Uffd};
-use crate::{compress, cpus, events, process, relay, restore, sys};
+use crate::{compress, copies, cpus, events, process, relay, restore, sys};
 use compcache_store::{Page, PageIndex, Worker};
 use core::ops::Range;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
@@ -296,6 +296,9 @@ pub fn serve(pager: &Pager) {
             let mut state = pager.state.lock();
             apply_log(pager, &mut state);
             pager.frozen.store(false, Release);
+            if !pager.fork_turn.is_for_copy.load(Acquire) {
+                give_up_old(pager, &mut state);
+            }
             stage.store(IDLE, Release);
         }
         KEEP => {
@@ -313,6 +316,16 @@ pub fn serve(pager: &Pager) {
         _ => return,
     }
     lock::wake(stage);
+}
+
+/// Gives up what is stored of pages that have come back while nothing was to be changed: where they are locked now they never leave, which would.
+fn give_up_old(pager: &Pager, state: &mut State) {
+    events::for_each_known(state, ALL_PAGES, |state, page, word| {
+        if word.phase() == Phase::Stored && word.is_here() {
+            copies::drop_object(pager, state, page, word);
+            state.table.update(page, Word::new(Phase::Resident));
+        }
+    });
 }
 
 fn freeze(pager: &Pager) {
@@ -525,9 +538,9 @@ impl Copying {
         sys::touch_below(address);
     }
 
-    /// The same for one word.
+    /// The same for one word, whatever is around it.
     pub fn touch(&self, address: usize) {
-        sys::write_nothing(address & !3);
+        sys::bring_back(address);
     }
 
     /// After the copy, or when there is none, in the parent.

@@ -17,8 +17,9 @@ use crate::sys::Errno;
 use crate::table::{HEAT_MAX, Phase, Word};
 use core::ops::Range;
 
-/// How much of the address range is looked at in one scan, bytes.
-const SCAN_BYTES: usize = 16 << 20;
+/// How much of the address range is looked at in one scan, bytes: many mappings are mostly holes, which the kernel goes over at once, while a map's writers
+/// wait for it.
+const SCAN_BYTES: usize = 1 << 30;
 const RUNS_MAX: usize = 128;
 /// After so many groups, while the small queue is full, one is the hand's.
 const SMALL_GROUPS: u32 = 32;

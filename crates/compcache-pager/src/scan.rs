@@ -8,6 +8,8 @@ use rustix::fd::{AsRawFd, BorrowedFd};
 
 pub(crate) const PAGEMAP_SCAN: u32 = 0xc060_6610; // _IOWR('f', 16, struct pm_scan_arg)
 const RUNS: usize = 128;
+/// Pages that are present, in one scan.
+const PAGES_MOST: u64 = 4096;
 const WORDS: usize = 512;
 
 const _: () = assert!(size_of::<uapi::pm_scan_arg>() == 96 && size_of::<uapi::page_region>() == 24);
@@ -61,7 +63,7 @@ impl ScanBuffer {
             walk_end: 0,
             vec: self.runs.as_mut_ptr() as u64,
             vec_len: RUNS as u64,
-            max_pages: 0,
+            max_pages: PAGES_MOST,
             category_inverted: u64::from(uapi::PAGE_IS_PFNZERO),
             category_mask: u64::from(uapi::PAGE_IS_PRESENT | uapi::PAGE_IS_PFNZERO),
             category_anyof_mask: 0,

@@ -79,7 +79,7 @@ pub unsafe fn call6(number: usize, args: [usize; 6]) -> Result<usize, Errno> {
 /// after a fork pages are shared until somebody writes.
 ///
 /// The operation is a futex's (`FUTEX_WAKE_OP`, or with nothing): atomic against the program's own writes, and an address
-/// that is not there is an error and not a fault of ours. It may wait for an answer to a fault.
+/// that is not there is an error and not a fault of ours; so is a page that has left, for which the kernel does not wait here.
 pub fn write_nothing(address: usize) -> bool {
     const FUTEX_WAKE_OP_PRIVATE: usize = 5 | 128;
     const OR_NOTHING: usize = 2 << 28;

@@ -18,6 +18,7 @@ const SYS_CLONE3: usize = 435;
 const CLONE_VM: usize = 0x100;
 const CLONE_FILES: usize = 0x400;
 const CLONE_VFORK: usize = 0x4000;
+const CLONE_CHILD_CLEARTID: usize = 0x0020_0000;
 const CLONE_CHILD_SETTID: usize = 0x0100_0000;
 
 /// A copy by `clone`, in its parent's stack and in its own.
@@ -58,6 +59,10 @@ pub unsafe extern "C" fn clone(
     child_thread: usize,
 ) -> c_int {
     let Some(real) = libc::real::clone() else { return -1 };
+    if flags as usize & (CLONE_VM | CLONE_CHILD_CLEARTID) == CLONE_VM | CLONE_CHILD_CLEARTID {
+        // The kernel writes to it when the thread ends, and does not wait for a pager then.
+        crate::pager().inspect(|pager| pager.keep(child_thread, size_of::<c_int>()));
+    }
     let Some(pager) = crate::pager().filter(|pager| pages(pager, flags as usize) && !stack.is_null()) else {
         // SAFETY: the caller's own call, passed on.
         return unsafe { real(start, stack, flags, argument, parent_thread, tls, child_thread) };
@@ -70,6 +75,24 @@ pub unsafe extern "C" fn clone(
     let result = unsafe { real(begin_copied, stack, flags, argument, parent_thread, tls, child_thread) };
     copied.copying.end_in_parent();
     result
+}
+
+/// [`clone`], by its other name.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __clone(
+    start: Start,
+    stack: *mut c_void,
+    flags: c_int,
+    argument: *mut c_void,
+    parent_thread: usize,
+    tls: usize,
+    child_thread: usize,
+) -> c_int {
+    // SAFETY: says the caller.
+    unsafe { clone(start, stack, flags, argument, parent_thread, tls, child_thread) }
 }
 
 /// Whether a copy of the process by `clone` with these flags is paged.
@@ -231,6 +254,8 @@ extern "C" fn special_call(number: c_long, arguments: &[usize; 6]) -> isize {
             None
         }
         SYS_SETNS => namespaces::setns_alone(pager, arguments[0], arguments[1]),
+        // What a filter lets the program do it need not let us do.
+        _ if pager.is_filtered() => None,
         number => copies(number, arguments).filter(|(flags, _)| pages(pager, *flags)).map(|(flags, child_thread)| {
             around(pager, |copying| {
                 touch_child_thread(copying, flags, child_thread);

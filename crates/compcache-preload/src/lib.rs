@@ -280,9 +280,8 @@ pub unsafe extern "C" fn munlockall() -> c_int {
     result
 }
 
-/// `pthread_mutex_init`, with robust mutexes left where they are.
-///
-/// When a thread ends, the kernel marks the robust mutexes it holds, and does not wait for a pager when it does.
+/// `pthread_mutex_init`, with mutexes left where they are that the kernel writes to by itself, and does not wait for a pager when it does: robust ones,
+/// when the thread ends that holds them, and those that inherit priorities, when they are not free.
 ///
 /// # Safety
 /// As libc's.
@@ -292,7 +291,7 @@ pub unsafe extern "C" fn pthread_mutex_init(mutex: *mut c_void, attributes: *con
     // SAFETY: the caller's own call, passed on.
     let result = unsafe { real(mutex, attributes) };
     // SAFETY: libc has just read these attributes and found them right.
-    if result == 0 && unsafe { libc::asks_for_robust(attributes) } {
+    if result == 0 && unsafe { libc::is_kernels(attributes) } {
         pager().inspect(|pager| pager.keep(mutex as usize, libc::MUTEX_BYTES));
     }
     result
@@ -330,20 +329,27 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: c_int
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vmsplice(pipe: c_int, vectors: *const libc::Vector, count: usize, flags: c_uint) -> isize {
     let Some(real) = libc::real::vmsplice() else { return -1 };
-    if let Some(pager) = pager()
-        && !vectors.is_null()
-        && count <= libc::VECTORS_MAX
-    {
-        // By the kernel: of a vector that is not there it is to say so itself.
-        for place in 0..count {
-            let mut words = [[0; size_of::<usize>()]; 2];
-            if !read_own_memory(vectors.wrapping_add(place) as usize, words.as_flattened_mut()) {
-                break;
-            }
-            let [address, len] = words.map(usize::from_ne_bytes);
-            pager.keep(address, len);
-        }
-    }
     // SAFETY: the caller's own call, passed on.
-    unsafe { real(pipe, vectors, count, flags) }
+    let lend = || unsafe { real(pipe, vectors, count, flags) };
+    let Some(pager) = pager().filter(|_| !vectors.is_null() && count <= libc::VECTORS_MAX) else { return lend() };
+    let keep = |vector: libc::Vector| pager.keep(vector.address, vector.len);
+    if pager.is_filtered() {
+        // The kernel may not be asked, and only it knows whether there is a vector. What leaves between the two is an old copy for the reader ([S43]).
+        let lent = lend();
+        if lent > 0 {
+            // SAFETY: the kernel has read them.
+            (0..count).for_each(|place| keep(unsafe { vectors.add(place).read_volatile() }));
+        }
+        return lent;
+    }
+    // By the kernel: of a vector that is not there it is to say so itself.
+    for place in 0..count {
+        let mut words = [[0; size_of::<usize>()]; 2];
+        if !read_own_memory(vectors.wrapping_add(place) as usize, words.as_flattened_mut()) {
+            break;
+        }
+        let [address, len] = words.map(usize::from_ne_bytes);
+        keep(libc::Vector { address, len });
+    }
+    lend()
 }

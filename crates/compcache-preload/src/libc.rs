@@ -23,6 +23,7 @@ unsafe extern "C" {
     fn __errno_location() -> *mut c_int;
     /// Whether mutexes made with these attributes are robust: `PTHREAD_MUTEX_ROBUST` in `robust`.
     fn pthread_mutexattr_getrobust(attributes: *const c_void, robust: *mut c_int) -> c_int;
+    fn pthread_mutexattr_getprotocol(attributes: *const c_void, protocol: *mut c_int) -> c_int;
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
@@ -108,15 +109,20 @@ pub fn set_errno(errno: c_int) {
     unsafe { *__errno_location() = errno };
 }
 
-/// Whether attributes of a mutex ask for a robust one.
+/// Whether attributes of a mutex ask for one that the kernel writes to by itself: a robust one, or one that inherits priorities.
 ///
 /// # Safety
 /// Null, or attributes that libc has initialised.
-pub unsafe fn asks_for_robust(attributes: *const c_void) -> bool {
+pub unsafe fn is_kernels(attributes: *const c_void) -> bool {
     const ROBUST: c_int = 1;
-    let mut robust = 0;
+    const PRIO_INHERIT: c_int = 1;
+    let (mut robust, mut protocol) = (0, 0);
     // SAFETY: says the caller.
-    !attributes.is_null() && unsafe { pthread_mutexattr_getrobust(attributes, &mut robust) } == 0 && robust == ROBUST
+    !attributes.is_null()
+        && unsafe {
+            pthread_mutexattr_getrobust(attributes, &mut robust) == 0 && robust == ROBUST
+                || pthread_mutexattr_getprotocol(attributes, &mut protocol) == 0 && protocol == PRIO_INHERIT
+        }
 }
 
 /// The functions of libc's, or of an object between, that are called when this object's are.

@@ -483,6 +483,23 @@ fn pages_that_repeat_a_word_cost_next_to_nothing() {
     }
 }
 
+/// They never leave, which is when what was stored of them was given up.
+#[test]
+fn nothing_is_kept_of_pages_that_came_back_to_be_locked() {
+    let _shared = beside_others();
+    for way in ways() {
+        let mut running = holds(&["48", "5"]).env("TRAP_LOCK", "1").start(way, &Cap::resident_mib(16));
+        running.await_output("locked\n");
+        // They are written every second.
+        std::thread::sleep(Duration::from_millis(2500));
+        let stats = running.stats_now().expect("they are there by now");
+        assert!(stats["evicted_pages"].as_u64() > Some(2_000), "{way:?}: {stats:#}");
+        assert!(stats["pages_stored"].as_u64() < Some(1_000), "{way:?}: {stats:#}");
+        let outcome = running.finish();
+        assert!(outcome.status.success(), "{}", outcome.explain());
+    }
+}
+
 #[test]
 fn the_statistics_agree_with_each_other() {
     let _shared = beside_others();

@@ -162,6 +162,8 @@ traps! {
     mutexes_in_cold_memory_exclude: "futexes" ["mutexes"];
     shared_futexes_wake_another_process: "futexes" ["shared"];
     a_cold_robust_mutex_survives_its_owner: "futexes" ["robust"];
+    a_cold_mutex_that_inherits_priorities_is_taken: "futexes" ["inherits"];
+    the_end_of_a_bare_thread_is_told_in_cold_memory: "futexes" ["ends"];
 
     a_debugger_reads_cold_memory_of_a_stopped_thread: "readers" ["peekdata"];
     another_process_reads_and_writes_cold_memory: "readers" ["vm_readv"];

@@ -5,6 +5,8 @@
  *   mutexes   ordinary mutexes and condition variables, one to a page, over an evicted array
  *   shared    the same between two processes, in shared memory that points into private memory
  *   robust    the owner of a robust mutex dies: the kernel writes to the evicted mutex and must wake the next one
+ *   inherits  the kernel takes a mutex that inherits priorities, which it does not wait for
+ *   ends      a thread of clone(2)'s ends, and the kernel clears the word that others wait for
  */
 #include "trap.h"
 #include <linux/futex.h>
@@ -142,6 +144,54 @@ static void robust(void)
 	if (error != EOWNERDEAD) die("HANG: a robust mutex of a dead owner answers %d, not EOWNERDEAD", error);
 }
 
+/* Until this page has left too, unless it is one that never does. */
+static void push_out_with(const struct area *around, size_t page)
+{
+	for (int i = 0; i < 60 && present_pages(around->at + page * PAGE, 1) != 0; i++) area_push_out(around);
+}
+
+static void inherits(void)
+{
+	struct area around = area_new(MIB, 87, 1);
+	pthread_mutex_t *mutex = (pthread_mutex_t *)(void *)(around.at + 100 * PAGE + 64);
+	pthread_mutexattr_t attributes;
+	MUST(pthread_mutexattr_init(&attributes) == 0);
+	if (pthread_mutexattr_setprotocol(&attributes, PTHREAD_PRIO_INHERIT) != 0) lacks("PTHREAD_PRIO_INHERIT");
+	MUST(pthread_mutex_init(mutex, &attributes) == 0);
+	push_out_with(&around, 100);
+	/* As the C library does when somebody else had it a moment ago; its first word is the futex. */
+	MUST(syscall(SYS_futex, mutex, FUTEX_LOCK_PI_PRIVATE, 0, NULL, NULL, 0) == 0);
+	MUST(syscall(SYS_futex, mutex, FUTEX_UNLOCK_PI_PRIVATE, 0, NULL, NULL, 0) == 0);
+	MUST(pthread_mutex_lock(mutex) == 0 && pthread_mutex_unlock(mutex) == 0);
+}
+
+static int until_it_may_end(void *unused)
+{
+	(void)unused;
+	/* It has no storage of its own, where the C library would keep errno. */
+	while (!atomic_load(&may_die)) __asm__ volatile("pause");
+	return 0;
+}
+
+static void ends(void)
+{
+	struct area around = area_new(MIB, 88, 1);
+	_Atomic uint32_t *word = (_Atomic uint32_t *)(void *)(around.at + 100 * PAGE + 64);
+	atomic_store(word, 1);
+	unsigned char *stack = map_private(MIB);
+	int flags = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_CHILD_CLEARTID;
+	MUST(clone(until_it_may_end, stack + MIB, flags, NULL, NULL, NULL, word) > 0);
+	push_out_with(&around, 100);
+	atomic_store(&may_die, 1);
+	/* Who looked at once would bring the page back for it. */
+	sleep_ms(300);
+	struct timespec patience = {5, 0};
+	for (uint32_t now; (now = atomic_load(word)) != 0;) {
+		long result = syscall(SYS_futex, word, FUTEX_WAIT, now, &patience, NULL, 0);
+		if (result != 0 && errno == ETIMEDOUT) die("HANG: nobody is told that a thread has ended");
+	}
+}
+
 int main(int argc, char **argv)
 {
 	struct area area = area_new(working_set() / 4, 26, 1);
@@ -150,7 +200,9 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "mutexes")) mutexes();
 	else if (mode_is(argc, argv, "shared")) shared(&area);
 	else if (mode_is(argc, argv, "robust")) robust();
-	else die("cold | mutexes | shared | robust");
+	else if (mode_is(argc, argv, "inherits")) inherits();
+	else if (mode_is(argc, argv, "ends")) ends();
+	else die("cold | mutexes | shared | robust | inherits | ends");
 	area_check(&area, 1);
 	return passed();
 }

@@ -5,7 +5,7 @@
  *   holds MIB SECONDS [text|noise|same] [HOT_MIB] [BEGIN_MIB]
  *
  * With HOT_MIB only the first part is walked. With BEGIN_MIB that much is used at first, and the rest after a line on
- * standard input.
+ * standard input. With TRAP_LOCK in the environment it locks all of it then (mlockall), and prints "locked".
  */
 #include "trap.h"
 
@@ -49,6 +49,11 @@ int main(int argc, char **argv)
 	if (begin < pages) {
 		MUST(getchar() == '\n');
 		for (size_t page = begin; page < pages; page++) write_one(at + page * PAGE, page);
+	}
+	if (getenv("TRAP_LOCK")) {
+		if (mlockall(MCL_CURRENT) != 0) lacks("mlockall");
+		printf("locked\n");
+		fflush(stdout);
 	}
 	double until = seconds_now() + seconds;
 	do {

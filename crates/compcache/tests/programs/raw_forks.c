@@ -3,16 +3,23 @@
  * Such a child finds evicted pages as zeroes, unless the pager notices; each must have right memory, and so its parent.
  * "past_libc" makes the system call itself, which nothing in the process can notice.
  *
+ * Where the kernel writes the child's number, the rest of that page is right too ("clone", "clone3", "clone_function").
  * "changes" is such a copy that unmaps, discards and moves memory, and makes a copy of itself, before it looks at any. What is wiped in copies is zero.
  */
 #include "trap.h"
 #include <linux/sched.h>
 
+/* The kernel writes the child's number to the middle of its third page. */
+static struct area told;
+
+static pid_t *number(void) { return (pid_t *)(void *)(told.at + 2 * PAGE + PAGE / 2); }
+
 static pid_t copy_of_process(const char *how)
 {
-	if (strcmp(how, "clone") == 0) return (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+	if (strcmp(how, "clone") == 0) return (pid_t)syscall(SYS_clone, SIGCHLD | CLONE_CHILD_SETTID, 0, 0, number(), 0);
 	if (strcmp(how, "clone3") == 0) {
-		struct clone_args arguments = {.exit_signal = SIGCHLD};
+		struct clone_args arguments = {
+			.flags = CLONE_CHILD_SETTID, .child_tid = (uintptr_t)number(), .exit_signal = SIGCHLD};
 		return (pid_t)syscall(SYS_clone3, &arguments, sizeof(arguments));
 	}
 	if (strcmp(how, "fork") == 0) {
@@ -33,9 +40,22 @@ static pid_t copy_of_process(const char *how)
 
 static struct area area;
 
-static int child_work(void *unused)
+static void told_check(void)
 {
-	(void)unused;
+	pid_t found = *number();
+	if (found == (pid_t)syscall(SYS_gettid)) {
+		/* What was there before. */
+		static _Alignas(8) unsigned char page[PAGE];
+		page_write(page, told.tag, 2, 1);
+		memcpy(number(), page + PAGE / 2, sizeof(pid_t));
+	}
+	area_check(&told, 1);
+}
+
+static int child_work(void *is_told)
+{
+	if (is_told && *number() != (pid_t)syscall(SYS_gettid)) die("the child's number is not there: %d", *number());
+	told_check();
 	area_check(&area, 1);
 	for (size_t page = 0; page < area.pages; page += 2) page_write(area.at + page * PAGE, area.tag, page, 2);
 	filler_walk();
@@ -97,15 +117,18 @@ int main(int argc, char **argv)
 		return passed();
 	}
 	area = area_new(working_set() / 2, 7, 1);
+	told = area_new(16 * PAGE, 9, 1);
+	bool is_told = strncmp(argv[1], "clone", 5) == 0;
 	for (int round = 0; round < 3; round++) {
+		area_push_out(&told);
 		area_push_out(&area);
 		pid_t child;
 		if (mode_is(argc, argv, "clone_function")) {
 			unsigned char *stack = map_private(MIB);
-			child = clone(child_work, stack + MIB, SIGCHLD, NULL);
+			child = clone(child_work, stack + MIB, SIGCHLD | CLONE_CHILD_SETTID, &told, NULL, NULL, number());
 		} else {
 			child = copy_of_process(argv[1]);
-			if (child == 0) _exit(child_work(NULL));
+			if (child == 0) _exit(child_work(is_told ? &told : NULL));
 		}
 		must_succeed(child);
 		area_check(&area, 1);
