@@ -131,7 +131,7 @@ pub fn dropping_suid<T>(drops: bool, node: &Node, change: impl FnOnce() -> io::R
     if !before.effective.contains(CapabilitySet::FSETID) {
         return change();
     }
-    drop_suid(node)?;
+    drop_suid(node, None)?;
     set_capabilities(None, CapabilitySets { effective: before.effective - CapabilitySet::FSETID, ..before })?;
     let changed = change();
     if set_capabilities(None, before).is_err() {
@@ -154,7 +154,7 @@ pub fn taking_room<T>(
         return dropping_suid(drops, node, change);
     }
     leave_groups();
-    drop_suid(node)?;
+    drop_suid(node, Some(caller))?;
     // The kernel has that go for the file system's user, too, and no capability is in effect until it is root again.
     if set_thread_res_uid(None, Uid::from_raw(caller.uid), None).is_err() {
         // In a container that does not let us.
@@ -182,10 +182,14 @@ pub fn in_own_room<T>(caller: Caller, mut change: impl FnMut() -> io::Result<T>)
     }
 }
 
-/// Takes the bits from a file that has them.
-fn drop_suid(node: &Node) -> io::Result<()> {
-    let mode = Mode::from_raw_mode(node.look()?.stx_mode.into());
-    let is_run_as_group = mode.contains(Mode::SGID | Mode::XGRP);
+/// Takes the bits from a file that has them. That of a group which nobody runs it as goes too if the file is our group's and `caller` is not: the kernel below finds
+/// the thread in it.
+fn drop_suid(node: &Node, caller: Option<Caller>) -> io::Result<()> {
+    let stat = node.look()?;
+    let mode = Mode::from_raw_mode(stat.stx_mode.into());
+    let is_strangers = caller
+        .is_some_and(|caller| stat.stx_gid == SERVER.gid && caller.gid != SERVER.gid && mode.contains(Mode::SGID));
+    let is_run_as_group = mode.contains(Mode::SGID | Mode::XGRP) || is_strangers;
     if mode.contains(Mode::SUID) || is_run_as_group {
         let dropped = if is_run_as_group { Mode::SUID | Mode::SGID } else { Mode::SUID };
         chmodat(CWD, node.path(), mode - dropped, AtFlags::empty())?;

@@ -38,11 +38,12 @@ use std::time::Duration;
 
 use compcache_cache::FileId;
 use fuser::INodeNo;
-use rustix::fs::{CWD, FileType, Mode, OFlags, StatVfsMountFlags, Statx, fstatfs, fstatvfs, openat};
+use rustix::fs::{CWD, FileType, Mode, OFlags, StatVfsMountFlags, Statx, fstatvfs, openat};
 use rustix::io::{self, Errno};
 
 use crate::astray::Way;
 use crate::kept::Kept;
+use crate::kinds::{Kind, Kinds};
 use crate::modified::Modified;
 use crate::names::{Given, Names};
 use crate::passthrough::Ways;
@@ -62,15 +63,6 @@ const ALL_LIMITS: StatVfsMountFlags =
     StatVfsMountFlags::NOSUID.union(StatVfsMountFlags::NODEV).union(StatVfsMountFlags::NOEXEC);
 /// Numbers that are nobody's below.
 const COUNTED: u64 = 0xffff << DEVICE_SHIFT;
-/// What statfs(2) calls NFS, CIFS, SMB, Ceph, both AFS, and 9P.
-const REMOTE: [u32; 7] = [0x6969, 0xff53_4d42, 0xfe53_4d42, 0x00c3_6400, 0x5346_414f, 0x6b41_4653, 0x0102_1997];
-/// And those that have nothing to say when a file is closed: ext2 to 4, XFS, btrfs, F2FS and tmpfs.
-const SILENT: [u32; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0x0102_1994];
-/// And those that say of files which have contents that they have no length: proc, both cgroups, tracefs, debugfs, securityfs, selinuxfs, resctrl.
-const WITHOUT_LENGTHS: [u32; 8] =
-    [0x9fa0, 0x0027_e0eb, 0x6367_7270, 0x7472_6163, 0x6462_6720, 0x7363_6673, 0xf97c_ff8c, 0x0765_5821];
-/// Others' servers, which may give a file another number whenever it is looked up.
-const FUSE: u32 = 0x6573_5546;
 /// All upper bits but theirs.
 const UPPERS: usize = 0xffff;
 
@@ -187,8 +179,7 @@ struct Table {
     /// The upper bits of others, if there were any left.
     devices: HashMap<u64, Option<u64>>,
     uppers: Vec<Upper>,
-    /// What statfs(2) calls the file system of a device; 0 where it does not say.
-    kinds: HashMap<u64, u32>,
+    kinds: Kinds,
     /// Which file was met when, of those that the kernel may be asked to forget: counted, not timed.
     met: BTreeMap<u64, u64>,
     meetings: u64,
@@ -229,6 +220,17 @@ impl Table {
         all.map(|known| &known.node).filter(move |node| node.id == id)
     }
 
+    /// A file is known from now on, and what its file system is.
+    fn know(&mut self, kind: Kind, known: Known) {
+        self.kinds.hold(known.node.id.dev, kind);
+        self.by_number.insert(known.node.number.0, known);
+    }
+
+    /// And from now on not.
+    fn unknow(&mut self, number: u64) -> Option<Known> {
+        self.by_number.remove(&number).inspect(|known| self.kinds.let_go(known.node.id.dev))
+    }
+
     /// A file counts as met last.
     fn meet(&mut self, number: u64) -> u64 {
         self.meetings += 1;
@@ -264,11 +266,12 @@ impl Inodes {
         let fd = openat(CWD, source, directory, Mode::empty())?;
         let stat = look(&fd)?;
         let id = id_of(&stat);
+        let kind = Kind::of(&fd);
         let root = Arc::new(Node::new(INodeNo::ROOT, &stat, StatVfsMountFlags::empty(), true, fd));
         let mut table = Table::new(id.dev);
         table.by_id.insert(id, INodeNo::ROOT.0);
         // Never forgotten.
-        table.by_number.insert(INodeNo::ROOT.0, Known { node: root.clone(), lookups: u64::MAX / 2, met: None });
+        table.know(kind, Known { node: root.clone(), lookups: u64::MAX / 2, met: None });
         let room = allow_many_descriptors().saturating_sub(SPARE);
         let crowded = usize::try_from(room / 2).unwrap_or(usize::MAX);
         Ok(Inodes {
@@ -320,7 +323,7 @@ impl Inodes {
     pub fn give_again(&self, stat: &Statx, parent: &Node, name: &OsStr) -> Option<Arc<Node>> {
         let id = id_of(stat);
         let mut table = self.lock();
-        if table.kinds.get(&id.dev).is_none_or(|kind| REMOTE.contains(kind) || twins::may_have(*kind, stat)) {
+        if table.kinds.get(id.dev).is_none_or(|kind| kind.is_remote() || twins::may_have(kind, stat)) {
             return None;
         }
         let number = *table.by_id.get(&id)?;
@@ -428,7 +431,7 @@ impl Inodes {
         // Asked outside the lock: the answer may come from a file server.
         let limits = if is_beside { parent.limits } else { limits_of(&fd) };
         let kind = self.kind(id, &fd);
-        let is_steady = kind != FUSE;
+        let is_steady = !kind.is_fuse();
         let may_have_twins = twins::may_have(kind, stat);
         let _alone = may_have_twins.then(|| self.meeting.lock().unwrap_or_else(PoisonError::into_inner));
         let same = if may_have_twins { self.same(id, &fd) } else { None };
@@ -455,7 +458,7 @@ impl Inodes {
             table.by_id.insert(id, number);
         }
         let met = (!is_directory).then(|| table.meet(number));
-        table.by_number.insert(number, Known { node: node.clone(), lookups: 1, met });
+        table.know(kind, Known { node: node.clone(), lookups: 1, met });
         drop(table);
         node.is_found(parent, name);
         node
@@ -486,28 +489,29 @@ impl Inodes {
 
     /// Whether a file, with this descriptor, is on a server, which may use its number again while we hold it, and asks by itself who may do what.
     pub fn is_remote(&self, id: FileId, fd: &OwnedFd) -> bool {
-        REMOTE.contains(&self.kind(id, fd))
+        self.kind(id, fd).is_remote()
     }
 
     /// Whether its file system may say something when it is closed.
     pub fn tells_at_close(&self, id: FileId, fd: &OwnedFd) -> bool {
-        !SILENT.contains(&self.kind(id, fd))
+        self.kind(id, fd).tells_at_close()
     }
 
     /// Whether a file of no length has none.
     pub fn has_lengths(&self, id: FileId, fd: &OwnedFd) -> bool {
-        !WITHOUT_LENGTHS.contains(&self.kind(id, fd))
+        self.kind(id, fd).has_lengths()
+    }
+
+    /// Whether a directory there may have a file under names of other spellings than it lists.
+    pub fn folds_case(&self, node: &Node) -> bool {
+        self.kind(node.id, &node.fd).folds_case()
     }
 
     /// What its file system is.
-    fn kind(&self, id: FileId, fd: &OwnedFd) -> u32 {
-        if let Some(known) = self.lock().kinds.get(&id.dev) {
-            return *known;
-        }
+    fn kind(&self, id: FileId, fd: &OwnedFd) -> Kind {
+        let known = self.lock().kinds.get(id.dev);
         // Asked outside the lock, as above.
-        let kind = fstatfs(fd).map_or(0, |stat| stat.f_type as u32);
-        self.lock().kinds.insert(id.dev, kind);
-        kind
+        known.unwrap_or_else(|| Kind::of(fd))
     }
 
     /// How many files the kernel may be asked to forget.
@@ -580,7 +584,7 @@ impl Inodes {
         if known.lookups > 0 {
             return;
         }
-        let gone = table.by_number.remove(&number.0);
+        let gone = table.unknow(number.0);
         if let Some(known) = &gone {
             // A file that has its number below by now keeps it.
             if table.by_id.get(&known.node.id) == Some(&number.0) {
@@ -679,6 +683,25 @@ mod tests {
     }
 
     #[test]
+    fn what_a_file_system_is_is_known_as_long_as_one_of_its_files() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("f");
+        File::create(&path).unwrap();
+        let inodes = Inodes::new(directory.path()).unwrap();
+        let mut elsewhere = look(place(&path)).unwrap();
+        elsewhere.stx_dev_minor += 1;
+        let give = || inodes.give_as(place(&path), &elsewhere, inodes.root(), OsStr::new("f"));
+        let node = give();
+        assert_eq!(give().number, node.number);
+        let is_known = || inodes.lock().kinds.get(node.id.dev).is_some();
+        inodes.forget(node.number, 1);
+        assert!(is_known());
+        inodes.forget(node.number, 1);
+        // Whoever asks for it afterwards notes nothing.
+        assert!(!inodes.is_remote(node.id, &place(&path)) && !is_known(), "its number may be another's by now");
+    }
+
+    #[test]
     fn a_file_with_the_number_of_one_that_is_no_more_on_a_file_server_is_another() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("f");
@@ -690,7 +713,7 @@ mod tests {
         later.stx_btime.tv_sec += 1;
         let old = give(&stat);
         assert!(Arc::ptr_eq(&old, &give(&later)), "no file server: another layer of the same file");
-        inodes.lock().kinds.insert(old.id.dev, REMOTE[0]);
+        inodes.lock().kinds.set(old.id.dev, Kind::NFS);
         assert!(Arc::ptr_eq(&old, &give(&stat)));
         let new = give(&later);
         assert!(!Arc::ptr_eq(&old, &new) && new.number.0 >= COUNTED);

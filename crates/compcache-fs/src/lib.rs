@@ -34,6 +34,7 @@ mod handles;
 mod helper;
 mod inodes;
 mod kept;
+mod kinds;
 mod lower;
 mod modified;
 mod mount;

@@ -240,7 +240,12 @@ impl Tree {
         if self.remembered == Remembered::Directories && kind == FileType::Directory && !node.is_steady {
             return Remembered::Nothing.of(kind, true);
         }
-        self.remembered.of(kind, !is_looked_up || !node.ways.may_be_believed())
+        let believed = self.remembered.of(kind, !is_looked_up || !node.ways.may_be_believed());
+        if !believed.name.is_zero() && self.inodes.folds_case(node) {
+            // It may be removed under a name of another spelling, of which the kernel knows nothing.
+            return Believed { name: Duration::ZERO, ..believed };
+        }
+        believed
     }
 
     /// The same of what a file is like, when it asks for that; it may be open.
@@ -397,7 +402,7 @@ impl Filesystem for ByLibrary {
     ) {
         let _then = self.0.soon_done();
         answered!(reply, self.0.comes_to(request.pid(), None, &[parent, new_parent], About::Do));
-        empty(reply, self.0.move_name(parent, name, new_parent, new_name, flags));
+        empty(reply, self.0.move_name(Caller::of(request), parent, name, new_parent, new_name, flags));
     }
 
     fn link(&self, request: &Request, number: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {

@@ -8,12 +8,11 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use rustix::fs::inotify::{CreateFlags, WatchFlags, add_watch, init};
 use rustix::fs::{FileType, Statx};
 
-/// What statfs(2) calls an overlayfs.
-pub const OVERLAYFS: u32 = 0x794c_7630;
+use crate::kinds::Kind;
 
 /// Whether others that look the same may be other files.
-pub fn may_have(kind: u32, stat: &Statx) -> bool {
-    kind == OVERLAYFS && stat.stx_nlink > 1 && !FileType::from_raw_mode(stat.stx_mode.into()).is_dir()
+pub fn may_have(kind: Kind, stat: &Statx) -> bool {
+    kind.is_overlayfs() && stat.stx_nlink > 1 && !FileType::from_raw_mode(stat.stx_mode.into()).is_dir()
 }
 
 /// Whether these are descriptors of one file. No where that is not to be known: who may not read it may not watch it.

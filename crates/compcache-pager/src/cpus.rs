@@ -163,6 +163,11 @@ impl Clear {
         Clear { cpus: sched_getaffinity(None).unwrap_or_default(), ..Clear::default() }
     }
 
+    /// How many the program has.
+    pub fn all(&self) -> u64 {
+        self.cpus.count().into()
+    }
+
     /// If the handler has moved, leaves its processor.
     pub fn keep_clear(&mut self, pager: &Pager) {
         let cpu = pager.handler_cpu.load(Acquire);

@@ -101,6 +101,8 @@ struct Look {
     /// So much has come that is not registered that the map should be read.
     has_grown: bool,
     idle: bool,
+    /// Processes that may grow at the same time.
+    growers: u64,
 }
 
 impl Evictor {
@@ -287,7 +289,7 @@ impl Evictor {
             let again_ns = if look.evicts { NAP_MAX_NS } else { self.recompress(pager) };
             let again_ns = again_ns.min(if is_compact { NAP_MAX_NS } else { NAP_IDLE_NS });
             let headroom_bytes = (-look.over_pages).max(0) as u64 * PAGE as u64;
-            let until_full_ns = headroom_bytes * 1_000_000_000 / GROWTH_BYTES_PER_S;
+            let until_full_ns = headroom_bytes * 1_000_000_000 / (GROWTH_BYTES_PER_S * look.growers);
             let until_full_ns = until_full_ns.saturating_sub(clock_ns() - self.looked_at_ns);
             let floor_ns = if look.idle { NAP_IDLE_NS } else { NAP_MIN_NS };
             return until_full_ns.clamp(floor_ns, NAP_MAX_NS).min(again_ns);
@@ -348,7 +350,8 @@ impl Evictor {
         // What nobody counts of this process it counts itself.
         let uncounted_bytes = if pager.slot().is_none() { resident * PAGE as u64 + ours } else { 0 };
         let headroom_bytes = headroom_bytes(pager.region, &totals) - uncounted_bytes as i64;
-        let headroom = share_of(headroom_bytes / PAGE as i64, resident, &totals);
+        let growers = totals.processes.clamp(1, self.clear.all().max(1));
+        let headroom = share_of(headroom_bytes / PAGE as i64, resident, &totals, growers);
         let counted = pager.slot().map(|slot| &slot.counters);
         let count =
             |counter: fn(&Counters) -> &AtomicU64| counted.map_or(0, |counters| counter(counters).load(Relaxed));
@@ -360,12 +363,13 @@ impl Evictor {
             is_full: headroom_bytes < (totals.resident_bytes / FULL_SHARE) as i64,
             evicted_by_others: totals.evicted_pages.wrapping_sub(count(|counters| &counters.evicted_pages)),
         });
-        let limit = least_pages(pager.region, &totals).max((resident as i64 + headroom).max(0) as u64);
+        let least = least_pages(pager.region.header.ram_limit_bytes.load(Relaxed), &totals, resident);
+        let limit = least.max((resident as i64 + headroom).max(0) as u64);
         state.limit_pages = limit.min(may_hold.unwrap_or(u64::MAX)).max(state.floor_pages(now_ns));
         let evicts = resident + state.reserve_pages() / 2 > state.limit_pages;
         let over_pages = resident as i64 - state.limit_pages as i64;
         let has_grown = self.unseen.is_much(state.limit_pages, over_pages > 0, now_ns);
-        Some(Look { over_pages, evicts, has_grown, idle })
+        Some(Look { over_pages, evicts, has_grown, idle, growers })
     }
 
     /// Starts the handler and registers what there is.
@@ -682,18 +686,53 @@ fn headroom_bytes(region: &Region, totals: &Totals) -> i64 {
     below(ram, totals.resident_bytes + totals.ours_bytes).min(below(resident, totals.resident_bytes))
 }
 
-/// What a process that works may hold whatever the total is, pages: its part of a quarter of the limit. What does not compress makes the
-/// pool outgrow the limit alone; to have everything leave then would make the pool larger and the program stand still.
-fn least_pages(region: &Region, totals: &Totals) -> u64 {
-    region.header.ram_limit_bytes.load(Relaxed) / 4 / PAGE as u64 / totals.processes.max(1)
+/// What a process that works may hold whatever the total is, pages: its part of a quarter of the limit, by number or, if that is more, by what each holds: beside
+/// shells that wait, the one that works keeps nearly all of it. What does not compress makes the pool outgrow the limit alone; to have everything leave then
+/// would make the pool larger and the program stand still.
+fn least_pages(ram_limit_bytes: u64, totals: &Totals, resident_pages: u64) -> u64 {
+    let quarter = ram_limit_bytes / 4 / PAGE as u64;
+    let all = (totals.resident_bytes / PAGE as u64).max(1);
+    let by_size = u128::from(quarter) * u128::from(resident_pages.min(all)) / u128::from(all);
+    (quarter / totals.processes.max(1)).max(by_size as u64)
 }
 
-/// This process's part of the tree's headroom: all of it while there is any, its proportion of what is too much.
-fn share_of(headroom_pages: i64, resident_pages: u64, totals: &Totals) -> i64 {
+/// This process's part of the tree's headroom: while there is any, as much as each has if so many grow at the same time, before any of them looks again; and its proportion
+/// of what is too much.
+fn share_of(headroom_pages: i64, resident_pages: u64, totals: &Totals, growers: u64) -> i64 {
     if headroom_pages >= 0 {
-        return headroom_pages;
+        return headroom_pages / growers as i64;
     }
     let all = (totals.resident_bytes / PAGE as u64).max(1);
     let share = i128::from(headroom_pages) * i128::from(resident_pages) / i128::from(all);
     share as i64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_works_beside_others_that_wait_keeps_nearly_a_quarter_and_all_together_no_more() {
+        let ram = 64u64 << 20;
+        let quarter = ram / 4 / PAGE as u64;
+        let all_hold = |pages: &[u64]| {
+            let resident_bytes = pages.iter().sum::<u64>() * PAGE as u64;
+            let totals = Totals { processes: pages.len() as u64, resident_bytes, ..Totals::default() };
+            move |own: u64| least_pages(ram, &totals, own)
+        };
+        let beside_shells = all_hold(&[4000, 50, 50, 50, 50]);
+        assert!(beside_shells(4000) > quarter * 9 / 10 && beside_shells(50) == quarter / 5);
+        assert_eq!(all_hold(&[4000, 4000])(4000), quarter / 2);
+        assert_eq!(all_hold(&[0])(0), quarter);
+        // One that nobody counts.
+        assert_eq!(all_hold(&[10])(1 << 40), quarter);
+    }
+
+    #[test]
+    fn what_is_free_is_for_all_who_grow_and_what_is_too_much_is_taken_of_each_by_size() {
+        let totals = Totals { processes: 3, resident_bytes: 400 * PAGE as u64, ..Totals::default() };
+        assert_eq!(share_of(100, 300, &totals, 1), 100);
+        assert_eq!(share_of(100, 300, &totals, 2), 50);
+        assert_eq!(share_of(-100, 300, &totals, 2), -75);
+    }
 }

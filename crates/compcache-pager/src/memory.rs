@@ -75,6 +75,9 @@ fn map_with(len: usize, access: ProtFlags) -> Result<*mut u8, Errno> {
     // Huge pages would make a touch of one byte cost two megabytes.
     // SAFETY: the range was mapped just now.
     let _ = unsafe { madvise(start, len, Advice::LinuxNoHugepage) };
+    // What the program keeps out of its core dumps shall not be in them by way of ours.
+    // SAFETY: as above.
+    let _ = unsafe { madvise(start, len, Advice::LinuxDontDump) };
     Ok(start.cast())
 }
 

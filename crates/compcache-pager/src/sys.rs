@@ -44,6 +44,7 @@ const SYS_GET_ROBUST_LIST: usize = 274;
 const SYS_PROCESS_VM_READV: usize = 310;
 const SYS_PROCESS_VM_WRITEV: usize = 311;
 const SYS_SCHED_SETATTR: usize = 314;
+const SYS_SCHED_GETATTR: usize = 315;
 const SYS_CLOSE_RANGE: usize = 436;
 
 /// One system call.
@@ -230,8 +231,10 @@ pub fn drop_capabilities() {
     let _ = unsafe { call(SYS_CAPSET, [&raw const header as usize, data.as_ptr() as usize, 0, 0]) };
 }
 
-/// Asks the scheduler for short, prompt slices for the calling thread (Linux 6.12; ignored before).
+/// Asks the scheduler for short, prompt slices for the calling thread (Linux 6.12; ignored before). Its policy and its nice value stay what the program's are.
 pub fn ask_for_short_slices(slice_ns: u64) {
+    const SCHED_OTHER: u32 = 0;
+    const SCHED_BATCH: u32 = 3;
     #[repr(C)]
     struct SchedAttr {
         size: u32,
@@ -244,7 +247,13 @@ pub fn ask_for_short_slices(slice_ns: u64) {
         period: u64,
     }
     let size = size_of::<SchedAttr>() as u32;
-    let attr = SchedAttr { size, policy: 0, flags: 0, nice: 0, priority: 0, runtime: slice_ns, deadline: 0, period: 0 };
+    let mut attr = SchedAttr { size, policy: 0, flags: 0, nice: 0, priority: 0, runtime: 0, deadline: 0, period: 0 };
+    // SAFETY: the kernel writes `size` bytes to the structure.
+    let known = unsafe { call(SYS_SCHED_GETATTR, [0, &raw mut attr as usize, size as usize, 0]) };
+    if known.is_err() || ![SCHED_OTHER, SCHED_BATCH].contains(&attr.policy) {
+        return;
+    }
+    let attr = SchedAttr { size, runtime: slice_ns, deadline: 0, period: 0, ..attr };
     // SAFETY: the kernel reads `size` bytes of the structure and keeps no pointer.
     let _ = unsafe { call(SYS_SCHED_SETATTR, [0, &raw const attr as usize, 0, 0]) };
 }

@@ -53,6 +53,9 @@ impl Region {
         // SAFETY: the range was mapped above. The advice changes no content; a kernel without huge pages refuses it, and
         // then there is nothing to decline.
         let _ = unsafe { rustix::mm::madvise(base.as_ptr().cast::<c_void>(), reserved_bytes, Advice::LinuxNoHugepage) };
+        // What is compressed here may be what its owner keeps out of core dumps.
+        // SAFETY: as above.
+        let _ = unsafe { rustix::mm::madvise(base.as_ptr().cast::<c_void>(), reserved_bytes, Advice::LinuxDontDump) };
         let open_bytes = AtomicUsize::new(0);
         Ok(Region { base, reserved_bytes, step_bytes, lock_in_ram, open_bytes, grow: Mutex::new(()) })
     }

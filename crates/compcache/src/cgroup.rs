@@ -2,7 +2,7 @@
 //!
 //! A limit may be set on any ancestor, and the tightest one counts: we walk from the process's own group up to the top
 //! of what is mounted. Example: `/proc/self/cgroup` says `0::/user.slice/job`, the mount is at `/sys/fs/cgroup`, so
-//! `/sys/fs/cgroup/user.slice/job/memory.max` is read first, then `/sys/fs/cgroup/user.slice/memory.max`, then the top.
+//! `/sys/fs/cgroup/user.slice/job/memory.max` (and `memory.high`) is read first, then `/sys/fs/cgroup/user.slice/memory.max`, then the top.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -46,8 +46,8 @@ struct Hierarchy {
     group: PathBuf,
     /// Where the hierarchy is mounted.
     top: PathBuf,
-    /// The name of the file with the limit.
-    file: &'static str,
+    /// The names of the files with limits: above the second the kernel slows down what takes more.
+    files: &'static [&'static str],
 }
 
 impl Hierarchy {
@@ -55,7 +55,7 @@ impl Hierarchy {
         self.group
             .ancestors()
             .take_while(|dir| dir.starts_with(&self.top))
-            .map(|dir| dir.join(self.file))
+            .flat_map(|dir| self.files.iter().map(move |file| dir.join(file)))
             .filter_map(|file| read(&file).map(|bytes| Limit { bytes, file }))
             .min_by_key(|limit| limit.bytes)
     }
@@ -68,9 +68,9 @@ fn hierarchies(cgroups: &[u8], table: &[u8]) -> Vec<Hierarchy> {
 
 fn hierarchy(cgroups: &[u8], mounted: &Mounted) -> Option<Hierarchy> {
     let has = |list: &[u8], wanted: &[u8]| list.split(|byte| *byte == b',').any(|one| one == wanted);
-    let (file, controller) = match mounted.kind {
-        b"cgroup2" => ("memory.max", &b""[..]),
-        b"cgroup" if has(mounted.super_options, b"memory") => ("memory.limit_in_bytes", &b"memory"[..]),
+    let (files, controller) = match mounted.kind {
+        b"cgroup2" => (&["memory.max", "memory.high"][..], &b""[..]),
+        b"cgroup" if has(mounted.super_options, b"memory") => (&["memory.limit_in_bytes"][..], &b"memory"[..]),
         _ => return None,
     };
     let path = cgroups.split(|byte| *byte == b'\n').find_map(|line| {
@@ -85,7 +85,7 @@ fn hierarchy(cgroups: &[u8], mounted: &Mounted) -> Option<Hierarchy> {
         Ok(below) => top.join(below),
         Err(_) => top.clone(),
     };
-    Some(Hierarchy { group, top, file })
+    Some(Hierarchy { group, top, files })
 }
 
 #[cfg(test)]
@@ -100,7 +100,7 @@ mod tests {
     #[test]
     fn a_v1_group_is_found_below_its_controllers_mount() {
         let found = hierarchies(b"4:memory:/a/b\n1:cpu:/\xff\n0::/\n", V1);
-        let memory = |file| move |h: &&Hierarchy| h.file == file;
+        let memory = |file| move |h: &&Hierarchy| h.files[0] == file;
         let v1 = found.iter().find(memory("memory.limit_in_bytes")).unwrap();
         assert_eq!(v1.group, Path::new("/sys/fs/cgroup/memory/a/b"));
         let v2 = found.iter().find(memory("memory.max")).unwrap();
@@ -117,14 +117,15 @@ mod tests {
 
     #[test]
     fn the_tightest_ancestor_counts() {
-        let hierarchy = Hierarchy { group: "/cg/a/b".into(), top: "/cg".into(), file: "memory.max" };
+        let hierarchy = Hierarchy { group: "/cg/a/b".into(), top: "/cg".into(), files: &["memory.max", "memory.high"] };
         let limits = |file: &Path| match file.to_str().unwrap() {
             "/cg/a/b/memory.max" => Some(300),
             "/cg/a/memory.max" => Some(200),
+            "/cg/a/memory.high" => Some(150),
             "/memory.max" => Some(1),
             _ => None,
         };
-        assert_eq!(hierarchy.tightest(limits), Some(Limit { bytes: 200, file: "/cg/a/memory.max".into() }));
+        assert_eq!(hierarchy.tightest(limits), Some(Limit { bytes: 150, file: "/cg/a/memory.high".into() }));
         assert_eq!(hierarchy.tightest(|_| None), None);
     }
 

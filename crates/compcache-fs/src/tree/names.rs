@@ -222,6 +222,7 @@ impl Tree {
 
     pub fn move_name(
         &self,
+        caller: Caller,
         parent: INodeNo,
         name: &OsStr,
         new_parent: INodeNo,
@@ -232,7 +233,14 @@ impl Tree {
         let flags = rustix::fs::RenameFlags::from_bits_retain(flags.bits());
         let replaced = if flags.is_empty() { look_at(&*new_parent, new_name).ok() } else { None };
         self.inodes.moving(|| {
-            renameat_with(&parent, name, &new_parent, new_name, flags)?;
+            let rename = || renameat_with(&parent, name, &new_parent, new_name, flags);
+            // A whiteout is a file that is made, and so who asks owns it.
+            let leaves_one = flags.contains(rustix::fs::RenameFlags::WHITEOUT);
+            if leaves_one {
+                as_caller(caller, 0, rename)?
+            } else {
+                rename()?
+            }
             self.has_lost(replaced, &new_parent, new_name);
             let (old, new) = ((&*parent, name), (&*new_parent, new_name));
             self.has_moved(old, new);

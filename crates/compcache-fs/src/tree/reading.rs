@@ -23,15 +23,15 @@ use std::time::Instant;
 use compcache_cache::{Aligned, Token, exactly_missing, missing};
 use compcache_store::{Page, Worker};
 use fuser::{FileHandle, ReplyData};
-use rustix::fs::{AtFlags, OFlags, Statx, StatxFlags, fcntl_getfl, fstatfs, statx};
+use rustix::fs::{AtFlags, OFlags, Statx, StatxFlags, fcntl_getfl, statx};
 use rustix::io::{self, Errno, pread};
 
 use super::{Tree, errno};
 use crate::handles::OpenFile;
+use crate::kinds::Kind;
 use crate::passthrough::Way;
 use crate::stamp::{Stamp, look, now, stamp_of};
 use crate::sys;
-use crate::twins::OVERLAYFS;
 
 const PAGE: u64 = 4096;
 /// From here on a direct read takes less time than one through the page cache below (docs/decisions/0036).
@@ -254,9 +254,7 @@ impl Tree {
     /// Another descriptor for an open file, if the file system says that it takes direct reads of pages, and there are enough descriptors. On overlayfs, what is
     /// cached is cached of another file, and not told.
     fn direct(&self, open: &OpenFile) -> Option<OwnedFd> {
-        if !self.inodes.has_room_for_two_each(self.files.count())
-            || fstatfs(&open.fd).ok()?.f_type == i64::from(OVERLAYFS)
-        {
+        if !self.inodes.has_room_for_two_each(self.files.count()) || Kind::of(&open.fd).is_overlayfs() {
             return None;
         }
         let as_opened = fcntl_getfl(&open.fd).ok()? & OFlags::NOATIME;

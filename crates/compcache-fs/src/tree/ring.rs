@@ -147,7 +147,7 @@ impl Tree {
                 let (old, rest) = name(came)?;
                 let flags = if asked.opcode == opcode::RENAME2 { asked.u32_at(8) } else { 0 };
                 let (new, flags) = (name(rest)?.0, RenameFlags::from_bits_retain(flags));
-                self.move_name(node, old, INodeNo(asked.u64_at(0)), new, flags).map(|()| 0)
+                self.move_name(caller, node, old, INodeNo(asked.u64_at(0)), new, flags).map(|()| 0)
             }
             opcode::LINK => {
                 let made = self.make_link(INodeNo(asked.u64_at(0)), node, name(came)?.0)?;

@@ -62,6 +62,11 @@ fn executable(path: &Path) -> Result<(), Failure> {
         return Err(Failure::cannot_run(format!("{shown} is not a file, so not a program")));
     }
     rustix::fs::access(path, Access::EXEC_OK).map_err(|_| {
+        if metadata.mode() & 0o111 == 0o111 {
+            return Failure::cannot_run(format!(
+                "{shown} may not be executed where it lies: is that file system mounted with noexec? Copy it to another."
+            ));
+        }
         Failure::cannot_run(format!(
             "{shown} may not be executed by this user.\n  If it is a program: chmod +x {shown}. \
              If it is a script: give it to its interpreter, for example compcache run -- python3 {shown}"

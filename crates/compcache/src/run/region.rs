@@ -170,10 +170,13 @@ fn create_dir_in(place: &Path) -> io::Result<(PathBuf, File)> {
         let dir = place.join(format!("{PREFIX}{}", random_name()?));
         DirBuilder::new().mode(0o711).create(&dir)?;
         // Not through the mode above, which the umask has cut.
-        fs::set_permissions(&dir, Permissions::from_mode(0o711))?;
-        let lock = File::open(&dir)?;
+        let opened = fs::set_permissions(&dir, Permissions::from_mode(0o711)).and_then(|()| File::open(&dir));
+        // Another supervisor may have swept it away before it is locked: then it is not there, or has no links any more.
+        let lock = match opened {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && place.exists() => continue,
+            opened => opened?,
+        };
         lock.lock()?;
-        // Another supervisor may have swept it away between the two: then it has no links any more.
         if lock.metadata()?.nlink() > 0 && dir.exists() {
             return Ok((dir, lock));
         }

@@ -180,6 +180,38 @@ fn peak_from_the_first_page_on(way: Way, ram: u64) -> u64 {
     peak.max(said)
 }
 
+/// Each has to reckon with the others, before any of them has looked again.
+#[test]
+fn several_processes_that_grow_at_once_keep_within_the_limit_too() {
+    let _shared = beside_others();
+    let ram = 384 * MIB;
+    let one = format!("{} 160 1 & ", trap_program("holds").display());
+    let four = Program::new("sh").args(["-c", &format!("{} wait", one.repeat(4))]);
+    for way in ways() {
+        // As above: of three tries.
+        let mut peaks = Vec::new();
+        while !peaks.last().is_some_and(|peak| *peak as f64 <= ram as f64 * 1.15) {
+            assert!(peaks.len() < 3, "{way:?}: {peaks:?} bytes in all, under --ram {ram}");
+            let outcome = four.paged(way, &Cap::Ram(ram));
+            assert_eq!((outcome.status.success(), outcome.text().matches("right").count()), (true, 4));
+            peaks.push(outcome.stat("total_peak_bytes"));
+        }
+    }
+}
+
+/// What does not fit must leave nevertheless, but of the one that works it is not taken because others are there.
+#[test]
+fn a_program_keeps_what_it_works_on_beside_shells_that_wait() {
+    let _shared = beside_others();
+    let script = format!("sleep 60 & {} 80 3 noise 9; kill $!", trap_program("holds").display());
+    for way in ways() {
+        let outcome = Program::new("sh").args(["-c", &script]).paged(way, &Cap::Ram(64 * MIB));
+        assert!(outcome.status.success(), "{}", outcome.explain());
+        // All of it is looked at once, in the end.
+        assert!(outcome.stat("faults_stored") < 25_000, "{way:?}: {:#?}", outcome.stats);
+    }
+}
+
 /// Under the kernel's reclaim, and under ours without the small queue, every page of every pass comes from the pool.
 #[test]
 fn the_limit_holds_whatever_the_content_where_it_spills() {

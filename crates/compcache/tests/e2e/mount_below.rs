@@ -330,6 +330,44 @@ fn hard_links_of_an_upper_layer_are_one_file() {
     below.tree().unmount();
 }
 
+/// Its device has the number of the one before: what that was says nothing of it.
+#[test]
+fn a_file_system_that_comes_in_the_place_of_another_is_what_it_is() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let mut below = Below::mounted(&["-t", "tmpfs", "none"], &[]);
+    let (source, target) = (below.tree().source().to_owned(), below.tree().target().to_owned());
+    let [lower, upper, work, inner] = ["lower", "upper", "work", "inner"].map(|name| source.join(name));
+    [&lower, &upper, &work, &inner].iter().for_each(|directory| fs::create_dir(directory).unwrap());
+    fs::write(lower.join("a"), "one").unwrap();
+    fs::hard_link(lower.join("a"), lower.join("b")).unwrap();
+    run("mount", &["-t", "tmpfs", "none", path(&inner)]);
+    fs::write(inner.join("f"), "of the first").unwrap();
+    assert_eq!(fs::read_to_string(target.join("inner/f")).unwrap(), "of the first");
+    let device = fs::metadata(&inner).unwrap().dev();
+    run("umount", &["-l", path(&inner)]);
+    let options = format!("index=off,lowerdir={},upperdir={},workdir={}", path(&lower), path(&upper), path(&work));
+    // The kernel takes the lowest that is free, which it is as soon as nobody has the first.
+    sample_until("the number is free", 20, || {
+        assert!(fs::read_dir(target.join("inner")).is_ok_and(|mut listed| listed.next().is_none()));
+        run("mount", &["-t", "overlay", "-o", &options, "none", path(&inner)]);
+        let is_again = fs::metadata(inner.join("a")).unwrap().dev() == device;
+        if !is_again {
+            run("umount", &[path(&inner)]);
+        }
+        is_again.then_some(())
+    });
+    let all = |tree: &Path| ["a", "b"].map(|name| fs::read_to_string(tree.join("inner").join(name)).unwrap());
+    assert_eq!(all(&target), ["one", "one"]);
+    append(&target.join("inner/a"), b" more");
+    append(&target.join("inner/b"), b" of its own");
+    let expected = ["one more", "one of its own"];
+    assert_eq!((all(&source), all(&target)), (expected.map(str::to_owned), expected.map(str::to_owned)));
+    run("umount", &["-l", path(&inner)]);
+    below.tree().unmount();
+}
+
 #[test]
 fn files_that_may_only_be_appended_to_are() {
     if !can_mount(&["mount", "umount", "chattr"]) || !requires(&[Feature::TmpfsAttributes]) {
@@ -574,6 +612,40 @@ fn what_a_mount_inside_the_source_forbids_is_forbidden_there() {
         (0o6755, true, Err(Some(libc::EACCES)), Ok(())),
     ];
     assert_eq!(found, expected);
+    below.tree().unmount();
+}
+
+/// As it is where there is no mount between: below, in another directory.
+#[test]
+fn what_others_leave_and_change_is_as_it_would_be_below() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let mut below = Below::mounted(&["-t", "tmpfs", "-o", "mode=1777", "none"], &["--allow-other"]);
+    let tree = below.tree();
+    let found = [tree.source(), tree.target()].map(|tree| {
+        let in_it = |name: &str| CString::new(path(&tree.join(name))).unwrap();
+        let (from, to) = (in_it("from"), in_it("to"));
+        let file = tree.join("of_root");
+        fs::write(&file, "").unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o2666)).unwrap();
+        as_user(1001, 1001, || {
+            File::create(tree.join("from"))?;
+            // SAFETY: names that live until the call returns.
+            let moved = unsafe {
+                let (here, whiteout) = (libc::AT_FDCWD, libc::RENAME_WHITEOUT);
+                libc::renameat2(here, from.as_ptr(), here, to.as_ptr(), whiteout)
+            };
+            assert_eq!(moved, 0, "{}", io::Error::last_os_error());
+            File::options().write(true).open(&file)?.write_all(b"more")
+        })
+        .unwrap();
+        let whiteout = fs::symlink_metadata(tree.join("from")).unwrap();
+        let found = (whiteout.uid(), whiteout.gid(), fs::metadata(&file).unwrap().mode() & 0o7777);
+        ["from", "to", "of_root"].iter().for_each(|name| fs::remove_file(tree.join(name)).unwrap());
+        found
+    });
+    assert_eq!(found, [(1001, 1001, 0o666); 2]);
     below.tree().unmount();
 }
 

@@ -61,6 +61,11 @@ pub fn was_ignored(signal: i32) -> bool {
 /// program is to be told of was caught before.
 pub fn spawn(command: &mut Command, then: impl FnOnce() -> io::Result<()>) -> io::Result<Child> {
     let before = set_mask(libc::sigfillset)?;
+    // Who started us wanted what we are to end with him; it does not pass to what we start.
+    let mut with_parent: libc::c_int = 0;
+    // SAFETY: it writes one number to ours.
+    unsafe { libc::prctl(libc::PR_GET_PDEATHSIG, &raw mut with_parent) };
+    let parent = std::process::id();
     // SAFETY: the closure makes system calls alone, which are async-signal-safe, and uses what was computed before.
     unsafe {
         command.pre_exec(move || {
@@ -72,6 +77,13 @@ pub fn spawn(command: &mut Command, then: impl FnOnce() -> io::Result<()>) -> io
             for descriptor in (0..=libc::STDERR_FILENO).filter(|descriptor| CLOSED.load(Relaxed) >> descriptor & 1 == 1)
             {
                 libc::close(descriptor);
+            }
+            if with_parent != 0 {
+                libc::prctl(libc::PR_SET_PDEATHSIG, with_parent);
+                // It may have ended already.
+                if libc::getppid() as u32 != parent {
+                    libc::raise(with_parent);
+                }
             }
             libc::pthread_sigmask(libc::SIG_SETMASK, &before, null_mut());
             Ok(())
