@@ -207,8 +207,8 @@ fn a_program_keeps_what_it_works_on_beside_shells_that_wait() {
     for way in ways() {
         let outcome = Program::new("sh").args(["-c", &script]).paged(way, &Cap::Ram(64 * MIB));
         assert!(outcome.status.success(), "{}", outcome.explain());
-        // All of it is looked at once, in the end.
-        assert!(outcome.stat("faults_stored") < 25_000, "{way:?}: {:#?}", outcome.stats);
+        // All of it is looked at once in the end, mostly brought before it is asked for.
+        assert!(outcome.stat("faults_stored") < 5_000, "{way:?}: {:#?}", outcome.stats);
     }
 }
 
