@@ -118,7 +118,7 @@ impl Disk {
     }
 
     /// The same, if `told` succeeds, which is called when the disk has the new size, and nothing beyond a smaller end is discarded yet. Else the size is as it
-    /// was, and so are the contents but for what was discarded meanwhile; that is what the inner result tells.
+    /// was, and so are the contents; that is what the inner result tells. Meanwhile requests beyond the smaller end fail.
     ///
     /// # Errors
     /// [`DeviceError::BadSize`]; the size is as it was.

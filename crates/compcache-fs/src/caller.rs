@@ -187,11 +187,10 @@ pub fn in_own_room<T>(caller: Caller, mut change: impl FnMut() -> io::Result<T>)
 fn drop_suid(node: &Node, caller: Option<Caller>) -> io::Result<()> {
     let stat = node.look()?;
     let mode = Mode::from_raw_mode(stat.stx_mode.into());
-    let is_strangers = caller
-        .is_some_and(|caller| stat.stx_gid == SERVER.gid && caller.gid != SERVER.gid && mode.contains(Mode::SGID));
-    let is_run_as_group = mode.contains(Mode::SGID | Mode::XGRP) || is_strangers;
-    if mode.contains(Mode::SUID) || is_run_as_group {
-        let dropped = if is_run_as_group { Mode::SUID | Mode::SGID } else { Mode::SUID };
+    let is_stranger = caller.is_some_and(|caller| stat.stx_gid == SERVER.gid && caller.gid != SERVER.gid);
+    let loses_group = mode.contains(Mode::SGID) && (mode.contains(Mode::XGRP) || is_stranger);
+    if mode.contains(Mode::SUID) || loses_group {
+        let dropped = if loses_group { Mode::SUID | Mode::SGID } else { Mode::SUID };
         chmodat(CWD, node.path(), mode - dropped, AtFlags::empty())?;
         node.has_lost_set_id.store(true, Relaxed);
     }
