@@ -29,7 +29,7 @@ use rustix::thread::{
     set_thread_res_uid,
 };
 
-use crate::inodes::Node;
+use crate::node::Node;
 use crate::sys;
 
 /// What the kernel above has checked already.

@@ -14,7 +14,7 @@ use rustix::io::{self, Errno};
 
 use crate::appends::Appends;
 use crate::caller::Caller;
-use crate::inodes::Node;
+use crate::node::Node;
 use crate::passthrough::Way;
 use crate::tree::Run;
 

@@ -24,9 +24,10 @@
 //!
 //! The idea of holding files by O_PATH is libfuse's `passthrough_ll`. One lock, held for a few map operations and never around a system call.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{
     AtomicBool, AtomicU64, AtomicUsize,
@@ -42,13 +43,11 @@ use rustix::fs::{CWD, FileType, Mode, OFlags, StatVfsMountFlags, Statx, fstatvfs
 use rustix::io::{self, Errno};
 
 use crate::astray::Way;
-use crate::kept::Kept;
 use crate::kinds::{Kind, Kinds};
-use crate::modified::Modified;
-use crate::names::{Given, Names};
-use crate::passthrough::Ways;
-use crate::stamp::{generation_of, id_at, id_of, look, mount_of, stamp_of};
-use crate::twins;
+use crate::names::Given;
+use crate::node::Node;
+use crate::stamp::{generation_of, id_at, id_of, look, mount_of};
+use crate::twins::{self, Comparison};
 
 const DEVICE_SHIFT: u32 = 48;
 /// Descriptors that are not for files the kernel knows.
@@ -63,96 +62,10 @@ const ALL_LIMITS: StatVfsMountFlags =
     StatVfsMountFlags::NOSUID.union(StatVfsMountFlags::NODEV).union(StatVfsMountFlags::NOEXEC);
 /// Numbers that are nobody's below.
 const COUNTED: u64 = 0xffff << DEVICE_SHIFT;
+/// Where no file is: a device's number has 32 bits twice, of which the kernel uses as many in all.
+const NO_DEVICE: u64 = u64::MAX;
 /// All upper bits but theirs.
 const UPPERS: usize = 0xffff;
-
-/// A file that the kernel knows.
-pub struct Node {
-    /// What the kernel calls it.
-    pub number: INodeNo,
-    pub id: FileId,
-    /// Tells the file from one that had its number before; the same for as long as the kernel knows the file. What it comes from may change: on
-    /// overlayfs, when a file is written to for the first time.
-    pub generation: u64,
-    /// Which mount it was found on, and what that forbids and the kernel above does not: nothing on the root's, which ours is like.
-    mount: u64,
-    pub limits: StatVfsMountFlags,
-    /// Whether its file system calls a directory the same whenever it is looked up, as far as is known.
-    pub is_steady: bool,
-    /// Opened with O_PATH: good for what takes a place in the tree, not for contents.
-    fd: OwnedFd,
-    /// Where it was found.
-    pub names: Names,
-    /// What the kernel has of it.
-    pub kept: Mutex<Kept>,
-    /// Whether the kernel may have whole pages of it: some were read, or written, since it was last to forget them.
-    pub has_pages: AtomicBool,
-    /// It has lost set-user-ID or set-group-ID, and the kernel was not told.
-    pub has_lost_set_id: AtomicBool,
-    /// Where the kernel writes back: the last time that it has given the file.
-    pub modified: Modified,
-    /// How it is open.
-    pub ways: Ways,
-    /// Handles by which something may be stored through mappings that the kernel has not written yet ([`crate::handles::Stores`]).
-    pub stores: AtomicUsize,
-}
-
-impl Node {
-    fn new(number: INodeNo, stat: &Statx, limits: StatVfsMountFlags, is_steady: bool, fd: OwnedFd) -> Node {
-        let (id, generation, mount) = (id_of(stat), generation_of(stat), mount_of(stat));
-        let names = Names::new(FileType::from_raw_mode(stat.stx_mode.into()).is_dir());
-        Node {
-            number,
-            id,
-            generation,
-            mount,
-            limits,
-            is_steady,
-            fd,
-            names,
-            kept: Mutex::default(),
-            has_pages: AtomicBool::new(false),
-            has_lost_set_id: AtomicBool::new(false),
-            modified: Modified::default(),
-            ways: Ways::default(),
-            stores: AtomicUsize::new(0),
-        }
-    }
-
-    /// The kernel itself has changed the file, which is this now.
-    pub fn follow(&self, stat: &Statx) {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner).follow(stamp_of(stat));
-    }
-
-    /// The kernel is given it there. The root, where it is mounted below itself, is where it is all the same; and of a directory that may be another each time nothing is believed.
-    fn is_found(&self, parent: &Node, name: &OsStr) {
-        let is_believed = self.is_steady || matches!(self.names, Names::OfFile(_));
-        if self.number != INodeNo::ROOT && is_believed {
-            self.names.add(parent.number, name);
-        }
-    }
-
-    /// What is known of the file now.
-    pub fn look(&self) -> io::Result<Statx> {
-        look(&self.fd)
-    }
-
-    /// The file's name in the directory of [`Inodes::reach`].
-    pub fn name(&self) -> String {
-        self.fd.as_raw_fd().to_string()
-    }
-
-    /// A path by which calls that take no descriptor reach the file, and no other.
-    pub fn path(&self) -> String {
-        format!("/proc/self/fd/{}", self.fd.as_raw_fd())
-    }
-}
-
-impl AsFd for Node {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-}
 
 struct Known {
     node: Arc<Node>,
@@ -174,7 +87,7 @@ struct Table {
     by_number: HashMap<u64, Known>,
     by_id: HashMap<FileId, u64>,
     /// Those that look like another, which is in `by_id`, or was when they were met ([`twins`]).
-    twins: Vec<u64>,
+    twins: HashMap<FileId, Vec<u64>>,
     root_device: u64,
     /// The upper bits of others, if there were any left.
     devices: HashMap<u64, Option<u64>>,
@@ -215,9 +128,8 @@ impl Table {
 
     /// All that look so.
     fn looking_so(&self, id: FileId) -> impl Iterator<Item = &Arc<Node>> {
-        let first = self.by_id.get(&id).into_iter();
-        let all = first.chain(&self.twins).filter_map(|number| self.by_number.get(number));
-        all.map(|known| &known.node).filter(move |node| node.id == id)
+        let all = self.by_id.get(&id).into_iter().chain(self.twins.get(&id).into_iter().flatten());
+        all.filter_map(|number| self.by_number.get(number)).map(|known| &known.node)
     }
 
     /// A file is known from now on, and what its file system is.
@@ -243,7 +155,7 @@ impl Table {
 pub struct Inodes {
     table: Mutex<Table>,
     /// Who meets a file that may have twins meets it alone.
-    meeting: Mutex<()>,
+    meeting: Mutex<Comparison>,
     counted: AtomicU64,
     /// `/proc/self/fd`, where every descriptor can be opened anew.
     descriptors: OwnedFd,
@@ -276,7 +188,7 @@ impl Inodes {
         let crowded = usize::try_from(room / 2).unwrap_or(usize::MAX);
         Ok(Inodes {
             table: Mutex::new(table),
-            meeting: Mutex::new(()),
+            meeting: Mutex::default(),
             counted: AtomicU64::new(COUNTED),
             descriptors,
             root,
@@ -313,10 +225,9 @@ impl Inodes {
 
     /// The file that looks so, if the kernel knows it; of several, that with this name.
     pub fn known_as(&self, id: FileId, parent: INodeNo, name: &OsStr) -> Option<Arc<Node>> {
-        let is_so = |node: &Arc<Node>| node.names.all().iter().any(|(of, called)| *of == parent && called == name);
-        let has_twins = !self.lock().twins.is_empty();
-        let twin = if has_twins { self.looking_so(id).into_iter().find(is_so) } else { None };
-        twin.or_else(|| self.known(id))
+        let has_twins = self.lock().twins.contains_key(&id);
+        let twin = has_twins.then(|| self.looking_so(id).into_iter().find(|node| node.names.has(parent, name)));
+        twin.flatten().or_else(|| self.known(id))
     }
 
     /// The file that looks so and was found under `name` in `parent`, if the kernel knows it already and no other can have its number; counts as given once more.
@@ -433,8 +344,8 @@ impl Inodes {
         let kind = self.kind(id, &fd);
         let is_steady = !kind.is_fuse();
         let may_have_twins = twins::may_have(kind, stat);
-        let _alone = may_have_twins.then(|| self.meeting.lock().unwrap_or_else(PoisonError::into_inner));
-        let same = if may_have_twins { self.same(id, &fd) } else { None };
+        let mut alone = may_have_twins.then(|| self.meeting.lock().unwrap_or_else(PoisonError::into_inner));
+        let same = alone.as_mut().and_then(|comparison| self.same(comparison, id, &fd, (parent.number, name)));
         let mut table = self.lock();
         let known = if may_have_twins { same } else { table.by_id.get(&id).copied() };
         let is_twin = may_have_twins && known.is_none() && table.by_id.contains_key(&id);
@@ -451,9 +362,13 @@ impl Inodes {
         // The kernel still calls another by the number that this one would have: one that is dead, whoever is known by its identity since.
         let number = if table.by_number.contains_key(&number) { self.next_counted() } else { number };
         let is_directory = FileType::from_raw_mode(stat.stx_mode.into()).is_dir();
-        let node = Arc::new(Node::new(INodeNo(number), stat, limits, is_steady, fd));
+        let mut node = Node::new(INodeNo(number), stat, limits, is_steady, fd);
+        if may_have_twins {
+            node.pages = FileId { dev: NO_DEVICE, ino: self.next_counted() };
+        }
+        let node = Arc::new(node);
         if is_twin {
-            table.twins.push(number);
+            table.twins.entry(id).or_default().push(number);
         } else {
             table.by_id.insert(id, number);
         }
@@ -465,8 +380,11 @@ impl Inodes {
     }
 
     /// What the kernel calls the one of those that look so that is this one.
-    fn same(&self, id: FileId, fd: &OwnedFd) -> Option<u64> {
-        self.looking_so(id).iter().find(|node| twins::are_one(&node.fd, fd)).map(|node| node.number.0)
+    fn same(&self, comparison: &mut Comparison, id: FileId, fd: &OwnedFd, place: (INodeNo, &OsStr)) -> Option<u64> {
+        let mut all = self.looking_so(id);
+        // Mostly it is where it was.
+        all.sort_by_key(|node| !node.names.has(place.0, place.1));
+        comparison.find(fd, all.iter().map(Arc::as_ref)).map(|node| node.number.0)
     }
 
     fn looking_so(&self, id: FileId) -> Vec<Arc<Node>> {
@@ -590,7 +508,12 @@ impl Inodes {
             if table.by_id.get(&known.node.id) == Some(&number.0) {
                 table.by_id.remove(&known.node.id);
             }
-            table.twins.retain(|twin| *twin != number.0);
+            if let Entry::Occupied(mut twins) = table.twins.entry(known.node.id) {
+                twins.get_mut().retain(|twin| *twin != number.0);
+                if twins.get().is_empty() {
+                    twins.remove();
+                }
+            }
             known.met.map(|met| table.met.remove(&met));
         }
         drop(table);

@@ -40,6 +40,7 @@ mod modified;
 mod mount;
 mod mounted_on;
 mod names;
+mod node;
 mod notify;
 mod passthrough;
 mod stamp;

@@ -94,6 +94,11 @@ impl Names {
         self.of_file().map_or_else(Vec::new, |known| known.places.iter().cloned().collect())
     }
 
+    /// Whether a file was found there.
+    pub fn has(&self, parent: INodeNo, name: &OsStr) -> bool {
+        self.of_file().is_some_and(|known| known.places.iter().any(|place| is(place, parent, name)))
+    }
+
     fn of_file(&self) -> Option<MutexGuard<'_, Known>> {
         if let Names::OfFile(known) = self { Some(lock(known)) } else { None }
     }

@@ -24,7 +24,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
 use rustix::io;
 
-use crate::inodes::Node;
+use crate::node::Node;
 
 /// How long it may take to be noticed that there is nothing to watch for any more.
 const PATIENCE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
@@ -37,7 +37,8 @@ const EVENTS_BYTES: usize = 16 << 10;
 pub struct Changed {
     /// What the kernel calls it, if it knows it still.
     pub number: INodeNo,
-    pub id: FileId,
+    /// Under what its pages are kept.
+    pub pages: FileId,
 }
 
 struct Watched {
@@ -70,7 +71,7 @@ impl Watches {
         // The same file has the same watch.
         let Ok(watch) = inotify::add_watch(&self.inotify, node.path(), WatchFlags::MODIFY) else { return false };
         table.by_number.insert(node.number.0, watch);
-        let file = Changed { number: node.number, id: node.id };
+        let file = Changed { number: node.number, pages: node.pages };
         table.by_watch.entry(watch).or_insert(Watched { file, opens: 0 }).opens += 1;
         true
     }
@@ -181,7 +182,7 @@ mod tests {
     fn a_change_is_heard_of_though_the_file_was_closed_and_forgotten_before_it_was_read() {
         let (directory, inodes, file) = one_file();
         let (path, watches) = (directory.path().join("f"), Watches::new().unwrap());
-        let changed = Changed { number: file.number, id: file.id };
+        let changed = Changed { number: file.number, pages: file.pages };
         assert!(watches.begin(&file) && watches.begin(&file));
         watches.end(&file);
         fs::write(&path, "new").unwrap();
@@ -196,7 +197,7 @@ mod tests {
     fn a_file_that_is_opened_again_before_its_end_was_read_is_watched_on() {
         let (directory, _inodes, file) = one_file();
         let (path, watches) = (directory.path().join("f"), Watches::new().unwrap());
-        let changed = Changed { number: file.number, id: file.id };
+        let changed = Changed { number: file.number, pages: file.pages };
         assert!(watches.begin(&file));
         watches.end(&file);
         assert!(watches.begin(&file));
@@ -224,9 +225,9 @@ mod tests {
             files[..2].iter().for_each(|(_, file)| file.write_all_at(b"x", 0).unwrap());
         }
         watches.end(&files[0].0);
-        let mut changed: Vec<_> = heard(&watches).iter().map(|changed| changed.id.ino).collect();
+        let mut changed: Vec<_> = heard(&watches).iter().map(|changed| changed.pages.ino).collect();
         changed.sort_unstable();
-        let mut all = files.each_ref().map(|(node, _)| node.id.ino);
+        let mut all = files.each_ref().map(|(node, _)| node.pages.ino);
         all.sort_unstable();
         assert_eq!(changed, all);
         assert_eq!(watches.lock().by_watch.len(), 2);

@@ -201,7 +201,7 @@ impl Ahead {
         if wanted.is_empty() || run.is_hopeless() {
             return None;
         }
-        let (id, reader) = (open.node.id, Arc::downgrade(open));
+        let (id, reader) = (open.node.pages, Arc::downgrade(open));
         let mut chunks = self.lock();
         // What it has left behind.
         let near = asked.start.min(wanted.start).saturating_sub(OVERTAKEN_PAGES)
@@ -237,7 +237,7 @@ impl Ahead {
         let end = first.saturating_add(pages.len() as u32);
         let (mut from, mut in_vain) = (first, false);
         while from < end
-            && let Some((filled, chunk, is_last)) = self.next_filled((open.node.id, stamp), from..end, &mut in_vain)
+            && let Some((filled, chunk, is_last)) = self.next_filled((open.node.pages, stamp), from..end, &mut in_vain)
         {
             let (begin, stop) = (chunk.start.max(from), chunk.end.min(end));
             for page in begin..stop {
@@ -438,7 +438,7 @@ impl Tree {
         let (pages, _) = buffer.bytes().as_chunks_mut();
         let mut found = here;
         let found = &mut found[..chunk.len()];
-        self.cache.find(open.node.id, chunk.start, found);
+        self.cache.find(open.node.pages, chunk.start, found);
         let (first, rest_bytes) = (u64::from(chunk.start), job.size_bytes - u64::from(chunk.start) * PAGE);
         for run in missing(found) {
             match self.read_run(&open, first, run.clone(), pages, rest_bytes) {
@@ -617,16 +617,16 @@ mod tests {
 
         // Written to, before it is read, and after.
         ask(128..192);
-        ahead.void(open.node.id, 255..256);
+        ahead.void(open.node.pages, 255..256);
         assert_eq!(read_all(&ahead, &jobs), 0);
         assert_eq!(taken(&ahead, &open, stamp, 192..256), 0);
         ask(192..256);
         ask(256..320);
         assert_eq!(read_all(&ahead, &jobs), 128);
-        ahead.void(open.node.id, 100..256);
+        ahead.void(open.node.pages, 100..256);
         ahead.void(FileId { dev: 1, ino: 2 }, 0..10_000);
         assert_eq!(taken(&ahead, &open, stamp, 256..300), 43);
-        ahead.void(open.node.id, 383..1000);
+        ahead.void(open.node.pages, 383..1000);
         assert_eq!(taken(&ahead, &open, stamp, 300..320), 19, "that of the next chunk is none of this one's");
         assert_eq!(taken(&ahead, &open, stamp, 320..384), 0);
         assert!(open.run.lock().unwrap().in_vain.is_some());
@@ -675,7 +675,7 @@ mod tests {
         thread::scope(|scope| {
             let asks = scope.spawn(|| taken(&ahead, &open, stamp, 256..300));
             thread::sleep(Duration::from_millis(50));
-            ahead.void(open.node.id, 310..311);
+            ahead.void(open.node.pages, 310..311);
             assert_eq!(taken(&ahead, &open, stamp, 300..320), 0);
             read_chunk(&ahead, &job, begun);
             assert_eq!(asks.join().unwrap(), 0);

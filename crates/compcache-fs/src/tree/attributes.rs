@@ -9,8 +9,8 @@ use rustix::process::{Gid, Uid, geteuid};
 
 use super::Tree;
 use crate::caller::{Caller, as_owner, dropping_suid};
-use crate::inodes::Node;
 use crate::modified::AS_IT_IS;
+use crate::node::Node;
 use crate::stamp::{attributes, look};
 
 /// utimensat(2): the time of the call.

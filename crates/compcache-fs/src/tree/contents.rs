@@ -21,8 +21,8 @@ use super::{Notice, Tree};
 use crate::appends::Appends;
 use crate::caller::{Caller, as_caller, taking_room, unchecked};
 use crate::handles::{Direct, OpenFile, Stores};
-use crate::inodes::Node;
 use crate::mount::Remembered;
+use crate::node::Node;
 use crate::notify::forget_attributes;
 use crate::passthrough::Way;
 use crate::stamp::{id_of, look, now, stamp_of};
@@ -219,7 +219,7 @@ impl Tree {
         }
         if way != Way::Served {
             // Of no use to anybody any more.
-            self.forget_pages(node.id);
+            self.forget_pages(node.pages);
         }
         if self.writes_back && writes {
             // What the kernel keeps it writes in its place, and reads the rest of the page before, by any handle for writing that there is. Past it, this one is asked as it is
@@ -259,7 +259,7 @@ impl Tree {
 
     /// Nothing that is kept of a file, here or by the kernel, is good for who opens it next.
     fn forget_all(&self, node: &Node) {
-        self.forget_pages(node.id);
+        self.forget_pages(node.pages);
         node.kept.lock().unwrap_or_else(PoisonError::into_inner).forget();
     }
 
@@ -280,11 +280,11 @@ impl Tree {
         written: impl FnOnce(&T) -> (u64, &'p [u8]),
     ) -> io::Result<T> {
         let pages = bytes.0 / PAGE..bytes.1.div_ceil(PAGE);
-        let writing = self.cache.begin_write(node.id, (pages.start, pages.end));
-        self.ahead.void(node.id, pages.clone());
+        let writing = self.cache.begin_write(node.pages, (pages.start, pages.end));
+        self.ahead.void(node.pages, pages.clone());
         let changed = change();
         // What was read ahead in the meantime may be of before.
-        self.ahead.void(node.id, pages);
+        self.ahead.void(node.pages, pages);
         if self.exclusive && !node.ways.are_past_us() {
             if let Ok(stat) = node.look() {
                 node.follow(&stat);
@@ -375,7 +375,7 @@ impl Tree {
 
     /// The file system below says that it has lost something, of this write or of one before: what is kept of the file may be that.
     fn may_be_lost(&self, node: &Node) {
-        self.forget_pages(node.id);
+        self.forget_pages(node.pages);
     }
 
     /// Nothing that is kept of a file is what it has, or may not be.
@@ -390,7 +390,7 @@ impl Tree {
     /// The kernel may have forgotten the file by now; what we keep of it stays here.
     pub fn was_changed(&self, changed: Changed) {
         // First: what the kernel then asks for must not be answered from there.
-        self.forget_pages(changed.id);
+        self.forget_pages(changed.pages);
         self.tell(Notice::Outdated(changed.number));
     }
 
@@ -588,7 +588,7 @@ pub mod tests {
         let tree = tree(directory.path(), true);
         fs::write(&path, "what was there before").unwrap();
         let node = tree.find(0, INodeNo::ROOT, OsStr::new("f")).unwrap().node;
-        let changed = Changed { number: node.number, id: node.id };
+        let changed = Changed { number: node.number, pages: node.pages };
         let handle = tree.open_file(Caller { uid: 0, gid: 0 }, node.number, OpenFlags(0)).unwrap().0;
         let read = || {
             let mut read = Vec::new();

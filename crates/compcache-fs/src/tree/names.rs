@@ -15,8 +15,8 @@ use rustix::io::{self, Errno};
 use super::{Notice, Tree};
 use crate::astray::{About, DOUBTED};
 use crate::caller::{Caller, as_caller, group_to_give};
-use crate::inodes::Node;
 use crate::mount::Remembered;
+use crate::node::Node;
 use crate::stamp::{attributes, id_of, look_at};
 
 /// A file and what it is like, given to the kernel.
@@ -148,7 +148,7 @@ impl Tree {
         let parent = self.inodes.get(parent)?;
         let (kind, bits) = (FileType::from_raw_mode(mode), Mode::from_raw_mode(mode));
         as_caller(caller, umask, || mknodat(&parent, name, kind, bits, device.into()))?;
-        let made = self.find_in(&parent, name).inspect(|made| self.has_nothing(made.node.id))?;
+        let made = self.find_in(&parent, name).inspect(|made| self.has_nothing(made.node.pages))?;
         Ok(self.given(caller, &parent, made))
     }
 

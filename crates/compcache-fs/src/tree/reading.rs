@@ -135,7 +135,7 @@ impl Tree {
         let (pages, _) = buffer.bytes().as_chunks_mut();
         let (pages, found, there) = (&mut pages[..count], &mut found[..count], &mut there[..count]);
         let is_settled = self.exclusive || stamp_of(&stat).is_settled(now());
-        let token = self.cache.begin_read(open.node.id, stamp, is_settled);
+        let token = self.cache.begin_read(open.node.pages, stamp, is_settled);
         if is_settled {
             self.plan_ahead(open, stamp, first as u32..end as u32, size_bytes);
         }
@@ -171,10 +171,10 @@ impl Tree {
     /// Has what comes next be read ahead.
     fn plan_ahead(&self, open: &Arc<OpenFile>, stamp: Stamp, asked: Range<u32>, size_bytes: u64) {
         if let Some(planned) = self.ahead.plan(open, stamp, asked, size_bytes)
-            && self.cache.is_written(open.node.id)
+            && self.cache.is_written(open.node.pages)
         {
             // Whoever writes there may have looked before it was planned, and what is read may be of before.
-            self.ahead.void(open.node.id, planned.start.into()..planned.end.into());
+            self.ahead.void(open.node.pages, planned.start.into()..planned.end.into());
         }
     }
 

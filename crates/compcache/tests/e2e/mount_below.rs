@@ -303,6 +303,33 @@ fn hard_links_of_a_lower_layer_are_files_of_their_own_when_they_are_written_to()
     }
 }
 
+/// Those that come into the upper layer at one moment look the same there.
+#[test]
+fn what_is_kept_of_one_hard_link_of_a_lower_layer_is_not_another_s() {
+    if !can_mount(&["mount", "umount"]) {
+        return;
+    }
+    let names = || (100..400).map(|number| number.to_string());
+    let links = |lower: &Path| {
+        fs::write(lower.join("000"), "---").unwrap();
+        names().for_each(|name| fs::hard_link(lower.join("000"), lower.join(name)).unwrap());
+    };
+    for flags in [&[][..], &["--exclusive"]] {
+        let mut below = Below::prepared(|directory: &TempDir| overlay(directory, links), flags);
+        let files = names().map(|name| below.tree().target().join(name));
+        let files = files.inspect(|file| assert_eq!(fs::read(file).unwrap(), b"---")).collect::<Vec<_>>();
+        // One after another without a pause.
+        files.iter().for_each(|file| fs::set_permissions(file, Permissions::from_mode(0o600)).unwrap());
+        for (file, name) in files.iter().zip(names()) {
+            fs::write(file, name).unwrap();
+        }
+        for (file, name) in files.iter().zip(names()) {
+            assert_eq!(fs::read_to_string(file).unwrap(), name, "with {flags:?}");
+        }
+        below.tree().unmount();
+    }
+}
+
 /// As soon as it is looked up again: where names are remembered, in an exclusive tree above all, that is late ([S109]).
 #[test]
 fn hard_links_of_an_upper_layer_are_one_file() {
