@@ -78,14 +78,17 @@ impl Signals {
         Ok(Self { delivery })
     }
 
-    /// Starts the program, and catches what is passed on to it. No signal is lost between the two.
+    /// Starts the program, and catches what is passed on to it. No signal is lost between the two. What was inherited is the program's alone from then on.
     pub fn spawn(&self, command: &mut Command) -> io::Result<Child> {
         let handle = self.delivery.handle();
-        inherited::spawn(command, || {
+        let child = inherited::spawn(command, || {
             let all = PASSED_ON.into_iter().chain(libc::SIGRTMIN()..=libc::SIGRTMAX());
             let mut wanted = all.filter(|signal| !inherited::was_ignored(*signal));
             wanted.try_for_each(|signal| handle.add_signal(signal))
-        })
+        })?;
+        // The program runs; where these cannot be let go of, they are ours until it ends.
+        let _ = inherited::let_go();
+        Ok(child)
     }
 
     /// Sleeps until a signal has come or `longest` has passed; passes on to `program` what has.

@@ -1,7 +1,7 @@
 //! `compcache run` between a program and who started it: terminals, service managers, containers.
 
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{Read, Write, pipe};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -243,4 +243,39 @@ fn a_limit_on_files_is_told() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(125), "{:?}: {said}", output.status);
     assert!(said.contains("ulimit -f"), "{said}");
+}
+
+#[test]
+fn what_the_program_closes_is_closed_for_who_is_at_the_other_end() {
+    let [from_it, into_it, third] = [(); 3].map(|()| pipe().expect("a pipe"));
+    let mut command = Command::new(compcache());
+    let program = "exec 0<&- 1>&-; eval \"exec $FD>&-\"; exec sleep 100";
+    command.args(["run", "--ram", "64M", "--quiet", "--", "bash", "-c", program]).env("COMPCACHE_PRELOAD", preload());
+    let kept = third.1.as_raw_fd();
+    command.stdin(into_it.0).stdout(from_it.1).env("FD", kept.to_string());
+    // SAFETY: a system call, which is async-signal-safe.
+    unsafe {
+        command.pre_exec(move || match libc::fcntl(kept, libc::F_SETFD, 0) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        });
+    }
+    let mut run = command.spawn().expect("compcache can be started");
+    drop((command, third.1));
+    let (sent, heard) = std::sync::mpsc::channel();
+    for (name, mut end) in [("output", from_it.0), ("third", third.0)] {
+        let sent = sent.clone();
+        std::thread::spawn(move || sent.send((name, end.read(&mut [0]).expect("it can be read"))));
+    }
+    let next = || heard.recv_timeout(Duration::from_secs(30)).unwrap_or(("nothing", 0));
+    let mut both = [next(), next()];
+    let mut into_it = into_it.1;
+    let input = sample_until("the input has no reader", 30, || into_it.write(b"x").err()).kind();
+    let goes_on = run.try_wait().expect("its end can be asked for").is_none();
+    // SAFETY: it is our child, and not waited for.
+    unsafe { libc::kill(run.id() as i32, libc::SIGTERM) };
+    run.wait().expect("it ends");
+    both.sort_unstable();
+    assert_eq!(both, [("output", 0), ("third", 0)]);
+    assert_eq!((input, goes_on), (std::io::ErrorKind::BrokenPipe, true));
 }

@@ -1,9 +1,10 @@
-//! What a program inherits of signals: which are ignored, and which are blocked; and which of the three standard descriptors are closed.
+//! What a program inherits of signals: which are ignored, and which are blocked; and what it inherits of descriptors, the program alone.
 //!
 //! Before `main` the Rust runtime ignores SIGPIPE, and what it starts has the default in any case; in the place of standard descriptors that are
 //! closed it opens /dev/null. So we look before the runtime does, and set again what we found between fork and exec, after std has set its own.
 #![allow(unsafe_code)]
 
+use std::fs::{self, File};
 use std::io;
 use std::mem::zeroed;
 use std::os::unix::process::CommandExt;
@@ -11,6 +12,7 @@ use std::process::{Child, Command};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use rustix::stdio::{dup2_stdin, dup2_stdout};
 use signal_hook::consts::{SIGCHLD, SIGPIPE};
 
 const SIGNALS: i32 = 64;
@@ -94,6 +96,28 @@ pub fn spawn(command: &mut Command, then: impl FnOnce() -> io::Result<()>) -> io
     set_mask(libc::sigemptyset)?;
     let child = child?;
     then.map(|()| child)
+}
+
+/// Lets go of what this process has inherited and the program has now: when the program closes one end of a pipe, or a socket, who is at the other end shall see that. Standard
+/// error stays, for what there is to say.
+///
+/// # Errors
+/// There is no /proc or no /dev/null; then it is kept.
+pub fn let_go() -> io::Result<()> {
+    // All that is ours is closed at exec.
+    let is_inherited = |number: &i32| {
+        // SAFETY: it reads a flag.
+        let flags = unsafe { libc::fcntl(*number, libc::F_GETFD) };
+        *number > libc::STDERR_FILENO && flags >= 0 && flags & libc::FD_CLOEXEC == 0
+    };
+    let names = fs::read_dir("/proc/self/fd")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    for number in names.filter(is_inherited).collect::<Vec<i32>>() {
+        // SAFETY: nothing here knows of it.
+        unsafe { libc::close(number) };
+    }
+    let null = File::options().read(true).write(true).open("/dev/null")?;
+    dup2_stdin(&null)?;
+    Ok(dup2_stdout(&null)?)
 }
 
 /// Blocks the signals that `fill` names, and no others. Answers what was blocked before.
