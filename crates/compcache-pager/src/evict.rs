@@ -20,13 +20,13 @@ use crate::leave::{Filled, drop_contents};
 use crate::lock::{self, Guard};
 use crate::maps;
 use crate::memory::PAGE;
-use crate::pager::{Channel, Pager, STAGING_BYTES, State, Way, clock_ns};
+use crate::pager::{BEHIND_FRAMES_BYTES, Channel, Pager, State, Way, clock_ns};
 use crate::process;
 use crate::registrar::{Registered, Registrar};
 use crate::restore::restore_all;
 use crate::retire;
 use crate::shared::{Counters, ProcessSlot, Region, Totals, Trouble};
-use crate::staging::{GROUP, GROUPS_MAX, GROUPS_MIN, SHARE, Staging};
+use crate::staging::{GROUP, Staging};
 use crate::sys::{self, Errno};
 use crate::unseen::Unseen;
 use crate::waits::{Seen, Waits};
@@ -387,11 +387,8 @@ impl Evictor {
         if pager.frozen.load(Acquire) {
             return false;
         }
-        // What it may hold now may be little, and more later.
-        let header = &pager.region.header;
-        let limit_bytes = header.ram_limit_bytes.load(Relaxed).max(header.resident_limit_bytes.load(Relaxed)) as usize;
-        let groups = (limit_bytes / (GROUP * PAGE) / SHARE).clamp(GROUPS_MIN, GROUPS_MAX);
-        let staging = pager.staging_start..pager.staging_start + STAGING_BYTES;
+        let frames = pager.frames.clone();
+        let staging = frames.start..frames.end + BEHIND_FRAMES_BYTES;
         let registered = match channel.way {
             Way::Move { .. } => staging,
             Way::Remap => {
@@ -399,10 +396,10 @@ impl Evictor {
                 state.staging.frames().for_each(|frames| _ = drop_contents(frames.start, GROUP));
                 self.hand.use_old_scan();
                 self.registrar.use_old_maps();
-                staging.end - 2 * PAGE..staging.end
+                frames.end..staging.end
             }
         };
-        state.staging.reset(pager.staging_start, groups);
+        state.staging.reset(frames.start, frames.len() / (GROUP * PAGE));
         if !register_patiently(channel, registered) || !channel.make_gate() || pager.start_handler().is_err() {
             pager.region.note_trouble(crate::shared::Trouble::NoThread, 0);
             return false;

@@ -22,7 +22,7 @@
 use crate::fork;
 use crate::lock;
 use crate::memory::{self, PAGE};
-use crate::pager::{FRAMES_BYTES, MORGUE_BYTES, Pager, STAGING_BYTES, State};
+use crate::pager::{BEHIND_FRAMES_BYTES, MORGUE_BYTES, Pager, State};
 use crate::process::page_of;
 use core::ffi::c_void;
 use core::ops::Range;
@@ -70,10 +70,13 @@ impl Pager {
         fork::hold_still(self);
         // What moves by mremap is not asked whether it is locked.
         let was_locked = self.remapping.locked.swap(true, AcqRel);
-        let [frames, staging] = if self.remapping.shares_staging() { [0; 2] } else { [FRAMES_BYTES, STAGING_BYTES] };
+        let (start, frames) = (self.frames.start, self.frames.len());
+        let staging = frames + BEHIND_FRAMES_BYTES;
+        let bell_start = start + staging - PAGE;
+        let [frames, staging] = if self.remapping.shares_staging() { [0; 2] } else { [frames, staging] };
         let bell = if staging > 0 { PAGE } else { 0 };
-        let (start, morgue) = (self.staging_start, (self.morgue_start, MORGUE_BYTES));
-        for (start, len) in [(start, frames), (start + STAGING_BYTES - PAGE, bell), morgue] {
+        let morgue = (self.morgue_start, MORGUE_BYTES);
+        for (start, len) in [(start, frames), (bell_start, bell), morgue] {
             // SAFETY: nothing is staged and nobody stages anything before `fork::parent`.
             let _ = unsafe { memory::set_access(start, len, false) };
         }

@@ -96,15 +96,19 @@ pub unsafe fn boxed_zeroed<T>() -> Box<T> {
 /// program's own allocator must not be called, for its memory can be evicted.
 pub struct SetupHeap {
     start: AtomicUsize,
+    /// Bytes that may be touched.
+    open: AtomicUsize,
     used: AtomicUsize,
 }
 
 const HEAP_BYTES: usize = 8 << 20;
+/// Opened at once: a system may count what could be touched (vm.overcommit_memory=2).
+const HEAP_STEP_BYTES: usize = 256 << 10;
 
 impl SetupHeap {
     /// An allocator that maps its range at the first call.
     pub const fn new() -> Self {
-        SetupHeap { start: AtomicUsize::new(0), used: AtomicUsize::new(0) }
+        SetupHeap { start: AtomicUsize::new(0), open: AtomicUsize::new(0), used: AtomicUsize::new(0) }
     }
 
     /// Bytes handed out.
@@ -118,9 +122,21 @@ impl SetupHeap {
             return Some(start);
         }
         // The first call is made by the constructor, when there is one thread.
-        let start = map(HEAP_BYTES).ok()? as usize;
+        let start = reserve(HEAP_BYTES).ok()? as usize;
         self.start.store(start, Release);
         Some(start)
+    }
+
+    /// Makes sure that the first `bytes` may be touched.
+    fn ensure(&self, start: usize, bytes: usize) -> Option<()> {
+        let open = self.open.load(Acquire);
+        if bytes > open {
+            let wanted = bytes.next_multiple_of(HEAP_STEP_BYTES);
+            // SAFETY: a part of the range, and access to what is open already stays as it is.
+            unsafe { set_access(start + open, wanted - open, true) }.ok()?;
+            self.open.fetch_max(wanted, AcqRel);
+        }
+        Some(())
     }
 }
 
@@ -136,7 +152,7 @@ unsafe impl GlobalAlloc for SetupHeap {
         let Some(start) = self.start() else { return null_mut() };
         let room = layout.size() + layout.align();
         let offset = self.used.fetch_add(room, Relaxed);
-        if offset + room > HEAP_BYTES {
+        if offset + room > HEAP_BYTES || self.ensure(start, offset + room).is_none() {
             return null_mut();
         }
         (start + offset).next_multiple_of(layout.align()) as *mut u8

@@ -39,7 +39,7 @@ use crate::scan::{self, ScanBuffer};
 use crate::shared::{EvictionWay, ProcessSlot, Region, RunCodec, SpillNews, Trouble};
 use crate::small::SmallQueue;
 use crate::spill::{self, Spill};
-use crate::staging::{GROUP, GROUPS_MAX, Staging};
+use crate::staging::{GROUP, Staging, groups_of_process};
 use crate::sys::{self, Errno, Files, RobustList};
 use crate::table::PageTable;
 use crate::uffd::{Features, Uffd};
@@ -59,10 +59,8 @@ pub const EXCLUDED_MAX: usize = 1024;
 pub const KEPT_MAX: usize = 4096;
 /// Events of several threads at one time.
 pub const PENDING_EVENTS: usize = 256;
-/// Staging's frames.
-pub(crate) const FRAMES_BYTES: usize = GROUPS_MAX * GROUP * PAGE;
-/// Staging's range: its frames, the gate, and the bell.
-pub const STAGING_BYTES: usize = FRAMES_BYTES + 2 * PAGE;
+/// Behind the frames: the gate, and the bell.
+pub(crate) const BEHIND_FRAMES_BYTES: usize = 2 * PAGE;
 /// No page.
 pub(crate) const NOTHING: u64 = u64::MAX;
 /// How long it is believed that nothing more can go.
@@ -301,7 +299,8 @@ pub struct Pager {
     /// So many there are.
     own_threads: AtomicU64,
     is_filtered: AtomicBool,
-    pub(crate) staging_start: usize,
+    /// Staging's.
+    pub(crate) frames: Range<usize>,
     pub(crate) morgue_start: usize,
     unreadable: usize,
     stacks: [*mut u8; 2],
@@ -367,7 +366,9 @@ impl Pager {
             }
         };
         let limits = [&header.ram_limit_bytes, &header.resident_limit_bytes].map(|limit| limit.load(Relaxed));
-        let ram_pages = limits[0].max(limits[1]) / PAGE as u64;
+        let ram_bytes = limits[0].max(limits[1]);
+        let frames_bytes = groups_of_process(ram_bytes, header.overcommits_never.load(Relaxed) != 0) * GROUP * PAGE;
+        let frames = memory::map(frames_bytes + BEHIND_FRAMES_BYTES).map_err(no_memory)? as usize;
         let remaps = header.eviction_way.load(Relaxed) == EvictionWay::Remap as u32;
         // SAFETY: an array of pairs of numbers is valid when zero.
         let never = unsafe { boxed_zeroed::<Ranges<EXCLUDED_MAX>>() };
@@ -379,7 +380,7 @@ impl Pager {
             store: store.clone(),
             spill_stacks,
             spill,
-            state: Mutex::new(State::new(ram_pages).map_err(no_memory)?),
+            state: Mutex::new(State::new(ram_bytes / PAGE as u64).map_err(no_memory)?),
             channel: Mutex::new(None),
             armed: AtomicBool::new(false),
             frozen: AtomicBool::new(false),
@@ -407,7 +408,7 @@ impl Pager {
             is_filtered: AtomicBool::new(false),
             process: AtomicU32::new(own_process()),
             has_threads: memory::map(PAGE).map_err(no_memory)?.cast_const().cast(),
-            staging_start: memory::map(STAGING_BYTES).map_err(no_memory)? as usize,
+            frames: frames..frames + frames_bytes,
             unreadable: memory::reserve(PAGE).map_err(no_memory)? as usize,
             morgue_start: memory::map(MORGUE_BYTES).map_err(no_memory)? as usize,
             stacks: [memory::map(STACK_BYTES).map_err(no_memory)?, memory::map(STACK_BYTES).map_err(no_memory)?],
@@ -422,7 +423,7 @@ impl Pager {
     /// A copy of the process gets empty staging ranges: the frames in them are this process's. And it has no threads of
     /// ours.
     fn wipe_in_copies(&self) {
-        let staging = (self.staging_start, STAGING_BYTES);
+        let staging = (self.frames.start, self.frames.len() + BEHIND_FRAMES_BYTES);
         for (start, len) in [staging, (self.morgue_start, MORGUE_BYTES), (self.has_threads as usize, PAGE)] {
             // SAFETY: the range is the pager's own, and empty.
             let _ = unsafe { rustix::mm::madvise(start as *mut c_void, len, rustix::mm::Advice::LinuxWipeOnFork) };
@@ -614,13 +615,7 @@ impl Pager {
             rustix::io::fcntl_dupfd_cloexec(&pagemap, 0).map_err(|errno| refused(Errno(errno.raw_os_error())))?;
         let way = if moves { Way::Move { quiet: self.open_quiet().map_err(refused)? } } else { Way::Remap };
         drop(room);
-        Ok(Channel {
-            pagemap: pagemap.into_raw_fd(),
-            uffd,
-            way,
-            gate: self.staging_start + FRAMES_BYTES,
-            unreadable: self.unreadable,
-        })
+        Ok(Channel { pagemap: pagemap.into_raw_fd(), uffd, way, gate: self.frames.end, unreadable: self.unreadable })
     }
 
     /// Frames that are given back cause no events; and nothing is announced before the first range is registered.

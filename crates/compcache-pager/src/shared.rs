@@ -28,7 +28,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 /// Marks a region as ours: `"CMPCRUN1"`.
 pub const MAGIC: u64 = 0x314e_5552_4350_4d43;
 /// Changes with the layout; a pager refuses a region of another version.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 /// How many processes of one tree are counted at once; those beyond are paged, each as if it were the only one that is not.
 pub const SLOTS: usize = 1024;
 /// Set by the kernel in a robust futex whose owner died.
@@ -152,6 +152,8 @@ pub struct Header {
     pub recompress_level: AtomicU32,
     /// The process that has started the program.
     pub supervisor: AtomicU32,
+    /// Not 0: the system counts what could be touched, and has not enough for all to have what they may never need (vm.overcommit_memory=2).
+    pub overcommits_never: AtomicU32,
     /// Limit on resident and ours together over the tree, bytes; 0 is none.
     pub ram_limit_bytes: AtomicU64,
     /// Limit on the resident part over the tree, bytes; 0 is none.

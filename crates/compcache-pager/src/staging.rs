@@ -16,6 +16,7 @@
 //!
 //! No locks here and no system calls: the pager's lock protects it, `evict` and `fault` do the moving.
 
+use crate::memory::PAGE;
 use core::ops::Range;
 
 /// Frames of a group.
@@ -30,11 +31,19 @@ const GARBAGE_SHARE: usize = 32;
 const RESERVE_SHARE: u64 = 64;
 const RESERVE_PAGES_MIN: u64 = 48;
 /// One of so many pages of the limit waits in staging.
-pub const SHARE: usize = 16;
+const SHARE: usize = 16;
 /// Fewest groups there are; half of them may be in use.
-pub const GROUPS_MIN: usize = 6;
+const GROUPS_MIN: usize = 6;
 /// Most groups there can be: 64 MiB of frames.
 pub const GROUPS_MAX: usize = 256;
+/// Most groups where each frame that there could be is counted as one that there is.
+const GROUPS_COUNTED_MAX: usize = 32;
+
+/// How many groups a process has. What it may hold now may be little, and more later, up to what all may.
+pub fn groups_of_process(limit_bytes: u64, is_counted: bool) -> usize {
+    let most = if is_counted { GROUPS_COUNTED_MAX } else { GROUPS_MAX };
+    groups_for(limit_bytes / PAGE as u64, most).max(GROUPS_MIN)
+}
 
 /// A set of group numbers with first-in, first-out order.
 pub struct Queue {
@@ -186,7 +195,7 @@ impl Staging {
 
     /// Addresses of the frames of every group that may hold something.
     pub fn frames(&self) -> impl Iterator<Item = Range<usize>> + '_ {
-        let of_group = |group| self.start + group * GROUP * 4096;
+        let of_group = |group| self.start + group * GROUP * PAGE;
         (0..self.groups_max)
             .filter(|&group| !self.retired[group])
             .map(move |group| of_group(group)..of_group(group + 1))
@@ -199,7 +208,7 @@ impl Staging {
 
     /// Whether an address is a frame's, in a group where nothing else can be.
     pub fn owns(&self, address: usize) -> bool {
-        let group = address.wrapping_sub(self.start) / (GROUP * 4096);
+        let group = address.wrapping_sub(self.start) / (GROUP * PAGE);
         group < GROUPS_MAX && !self.retired[group]
     }
 
@@ -222,7 +231,7 @@ impl Staging {
 
     /// Address of a frame, bytes.
     pub fn address(&self, frame: Frame) -> usize {
-        self.start + frame as usize * 4096
+        self.start + frame as usize * PAGE
     }
 
     /// Takes up to `out.len()` groups with garbage frames, neighbours first; returns how many, in ascending order. [`Staging::given_back`] ends

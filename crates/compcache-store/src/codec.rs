@@ -120,7 +120,8 @@ impl Codecs {
         Ok(Codecs { lz4: lz4::Lz4::new(), zstd: zstd::Zstd::new(PAGE_SIZE)?, output, base: Box::new([0; PAGE_SIZE]) })
     }
 
-    /// Compresses `page` and returns the result with the number that decodes it. It can be longer than the page.
+    /// Compresses `page` and returns the result with the number that decodes it. It can be longer than the page. Where there is no memory for what the codec needs, LZ4 does
+    /// it, which needs none.
     #[inline]
     pub fn compress(
         &mut self,
@@ -128,14 +129,18 @@ impl Codecs {
         page: &Page,
         dictionaries: &Dictionaries,
     ) -> Result<(CodecId, &[u8]), StoreError> {
-        let (id, length) = match codec {
-            Codec::Lz4 => (LZ4, self.lz4.compress(page, &mut self.output)?),
-            Codec::Zstd { level } => (ZSTD, self.zstd.compress(level, page, &mut self.output)?),
+        let (id, compressed) = match codec {
+            Codec::Lz4 => (LZ4, self.lz4.compress(page, &mut self.output)),
+            Codec::Zstd { level } => (ZSTD, self.zstd.compress(level, page, &mut self.output)),
             Codec::ZstdDictionary(id) => {
                 let dictionary = dictionaries.get(id).ok_or(StoreError::NoSuchCodec)?;
-                let length = self.zstd.compress_with(id, dictionary, page, &mut self.output)?;
-                (CodecId(FIRST_DICTIONARY + id.0), length)
+                let compressed = self.zstd.compress_with(id, dictionary, page, &mut self.output);
+                (CodecId(FIRST_DICTIONARY + id.0), compressed)
             }
+        };
+        let (id, length) = match compressed {
+            Err(StoreError::MemoryRefused { .. }) => (LZ4, self.lz4.compress(page, &mut self.output)?),
+            other => (id, other?),
         };
         Ok((id, &self.output[..length]))
     }

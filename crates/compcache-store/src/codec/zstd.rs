@@ -2,7 +2,8 @@
 //!
 //! The library would take its contexts from the host program's malloc, which a pager's thread must never reach. It can
 //! also be given memory ("static" contexts); then it never asks for any, and fails instead. The size is the largest that
-//! any level and any dictionary need for a page; only what a level uses is touched.
+//! any level and any dictionary need for a page; only what a level uses is touched. That for compressing is megabytes, and is asked for when something
+//! is: where the system counts what could be touched (vm.overcommit_memory=2), a worker that only decodes costs little.
 //!
 //! Frames are as short as the format allows: no magic number, no content size, no checksum, no dictionary number. Two
 //! bytes of header are left.
@@ -46,9 +47,13 @@ enum Setting {
 
 /// The contexts of one worker.
 pub(crate) struct Zstd {
+    /// The one context behind the other.
     memory: Region,
-    compressor: NonNull<sys::ZSTD_CCtx>,
     decompressor: NonNull<sys::ZSTD_DCtx>,
+    decompressor_bytes: usize,
+    /// Made when it is needed.
+    compressor: Option<NonNull<sys::ZSTD_CCtx>>,
+    compressor_bytes: usize,
     setting: Setting,
 }
 
@@ -74,16 +79,10 @@ impl Zstd {
         // SAFETY: arithmetic.
         let decompressor_bytes = unsafe { sys::ZSTD_estimateDCtxSize() }.next_multiple_of(PAGE_SIZE);
         let memory = Region::reserve(compressor_bytes + decompressor_bytes, PAGE_SIZE, false)?;
-        memory.ensure(compressor_bytes + decompressor_bytes)?;
-        let start = memory.base().as_ptr();
-        // SAFETY: both ranges are open memory of our own, aligned to a page, disjoint, and live as long as `memory`.
-        let (compressor, decompressor) = unsafe {
-            (
-                sys::ZSTD_initStaticCCtx(start.cast::<c_void>(), compressor_bytes),
-                sys::ZSTD_initStaticDCtx(start.add(compressor_bytes).cast::<c_void>(), decompressor_bytes),
-            )
-        };
-        let compressor = NonNull::new(compressor).ok_or(StoreError::CodecFailed)?;
+        memory.ensure(decompressor_bytes)?;
+        let start = memory.base().as_ptr().cast::<c_void>();
+        // SAFETY: open memory of our own, aligned to a page, which lives as long as `memory`.
+        let decompressor = unsafe { sys::ZSTD_initStaticDCtx(start, decompressor_bytes) };
         let decompressor = NonNull::new(decompressor).ok_or(StoreError::CodecFailed)?;
         let format = sys::ZSTD_format_e::ZSTD_f_zstd1_magicless as c_int;
         // SAFETY: a context just made, a parameter without pointer.
@@ -94,10 +93,25 @@ impl Zstd {
         if is_error(code) {
             return Err(StoreError::CodecFailed);
         }
-        Ok(Zstd { memory, compressor, decompressor, setting: Setting::Nothing })
+        let setting = Setting::Nothing;
+        Ok(Zstd { memory, decompressor, decompressor_bytes, compressor: None, compressor_bytes, setting })
     }
 
-    /// Compresses `unit` into `output` at `level` and returns the length.
+    fn compressor(&mut self) -> Result<NonNull<sys::ZSTD_CCtx>, StoreError> {
+        if let Some(made) = self.compressor {
+            return Ok(made);
+        }
+        self.memory.ensure(self.decompressor_bytes + self.compressor_bytes)?;
+        // SAFETY: open memory of our own behind the other context, aligned to a page, which lives as long as `memory`.
+        let made = unsafe {
+            let start = self.memory.base().as_ptr().add(self.decompressor_bytes);
+            sys::ZSTD_initStaticCCtx(start.cast::<c_void>(), self.compressor_bytes)
+        };
+        self.compressor = NonNull::new(made);
+        self.compressor.ok_or(StoreError::CodecFailed)
+    }
+
+    /// Compresses `unit` into `output` at `level` and returns the length; [`StoreError::MemoryRefused`] if there is no memory for the context.
     pub fn compress(&mut self, level: i8, unit: &[u8], output: &mut [u8]) -> Result<usize, StoreError> {
         if self.setting != Setting::Level(level) {
             self.set_up(level)?;
@@ -118,7 +132,7 @@ impl Zstd {
             self.set_up(dictionary.level())?;
             // SAFETY: the context is ours; the dictionary is read-only and outlives it, since the store keeps it and the
             // worker keeps the store.
-            let code = unsafe { sys::ZSTD_CCtx_refCDict(self.compressor.as_ptr(), dictionary.compression()) };
+            let code = unsafe { sys::ZSTD_CCtx_refCDict(self.compressor()?.as_ptr(), dictionary.compression()) };
             if is_error(code) {
                 return Err(StoreError::CodecFailed);
             }
@@ -153,7 +167,7 @@ impl Zstd {
     fn set_up(&mut self, level: i8) -> Result<(), StoreError> {
         use sys::ZSTD_cParameter as P;
         self.setting = Setting::Nothing;
-        let context = self.compressor.as_ptr();
+        let context = self.compressor()?.as_ptr();
         let settings = [
             (P::ZSTD_c_experimentalParam2, sys::ZSTD_format_e::ZSTD_f_zstd1_magicless as c_int), // ZSTD_c_format
             (P::ZSTD_c_compressionLevel, c_int::from(level)),
@@ -173,10 +187,11 @@ impl Zstd {
     }
 
     fn run(&mut self, unit: &[u8], output: &mut [u8]) -> Result<usize, StoreError> {
+        let context = self.compressor()?.as_ptr();
         // SAFETY: the context is ours; both buffers are passed with their lengths.
         let length = unsafe {
             sys::ZSTD_compress2(
-                self.compressor.as_ptr(),
+                context,
                 output.as_mut_ptr().cast::<c_void>(),
                 output.len(),
                 unit.as_ptr().cast::<c_void>(),

@@ -78,6 +78,8 @@ impl TreeRegion {
         header.resident_limit_bytes.store(limits.resident_bytes, Relaxed);
         header.spill_max_bytes.store(spill.map_or(0, |spill| spill.max_bytes), Relaxed);
         header.supervisor.store(std::process::id(), Relaxed);
+        let overcommit = std::fs::read_to_string("/proc/sys/vm/overcommit_memory").unwrap_or_default();
+        header.overcommits_never.store((overcommit.trim() == "2").into(), Relaxed);
         header.magic.store(shared::MAGIC, Relaxed);
         Ok(tree)
     }

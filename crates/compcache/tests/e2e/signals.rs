@@ -245,6 +245,18 @@ fn a_limit_on_files_is_told() {
     assert!(said.contains("ulimit -f"), "{said}");
 }
 
+/// Where the system counts what could be touched, as it does for this limit, a process must not take much for what it may never need.
+#[test]
+fn a_program_that_may_have_little_memory_of_its_own_is_paged() {
+    let mut command = Command::new("sh");
+    let program = ["run", "--ram", "64M", "cat", "/proc/self/status"];
+    command.args(["-c", "ulimit -d 16384; exec \"$@\"", "sh"]).arg(compcache()).args(program);
+    let output = command.env("COMPCACHE_PRELOAD", preload()).output().expect("a shell can be started");
+    let (printed, said) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && printed.contains("VmData"), "{said}");
+    assert!(!said.contains("WARNING"), "{said}");
+}
+
 #[test]
 fn what_the_program_closes_is_closed_for_who_is_at_the_other_end() {
     let [from_it, into_it, third] = [(); 3].map(|()| pipe().expect("a pipe"));
