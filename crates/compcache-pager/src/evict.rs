@@ -257,8 +257,10 @@ impl Evictor {
                 spill.look_at_holds(self.looked_at_ns);
             }
             let over = look.over_pages > 0;
+            say_whether_behind(pager, over);
             let armed = pager.armed.load(Acquire);
             if over && !armed && !self.arm(pager, channel) {
+                say_whether_behind(pager, false);
                 return NAP_MAX_NS;
             }
             let has_more = look.evicts && (look.has_grown || pager.exhausted.load(Acquire));
@@ -266,6 +268,7 @@ impl Evictor {
             if armed && !self.may_evict(pager, channel) {
                 pager.exhausted.store(true, Release);
                 pager.tell_progress();
+                say_whether_behind(pager, false);
                 return NAP_IDLE_NS;
             }
             if armed && (has_more || self.is_unfinished() || pager.kept_unregistered.swap(false, AcqRel)) {
@@ -279,7 +282,9 @@ impl Evictor {
                 }
             }
             self.note_threads(pager);
-            if pager.armed.load(Acquire) && self.evict(pager, channel) == Evicted::More {
+            let can_more = pager.armed.load(Acquire) && self.evict(pager, channel) == Evicted::More;
+            say_whether_behind(pager, can_more && over);
+            if can_more {
                 continue;
             }
             let is_compact = self.compact(pager);
@@ -671,6 +676,11 @@ fn publish(pager: &Pager, resident_pages: u64, ours_bytes: u64, copies: u64) {
     if let Some(spill) = &pager.spill {
         spill.publish(pager);
     }
+}
+
+/// Whether more has come than has left, of what can.
+fn say_whether_behind(pager: &Pager, is_behind: bool) {
+    pager.slot().inspect(|slot| slot.is_behind.store(is_behind.into(), Relaxed));
 }
 
 /// Bytes the tree may still grow by; negative when it is over its limits. A small part is kept back, so that the limit

@@ -566,7 +566,11 @@ impl Pager {
         };
         sys::restore_signals(before);
         const { assert!(TLS_BYTES < STACK_BYTES) };
-        started.map(|thread| self.relay.note_thread(place, thread)).map_err(|_| {
+        let note = |thread: u32| {
+            self.relay.note_thread(place, thread);
+            self.slot().inspect(|slot| slot.threads[place].store(thread, Release));
+        };
+        started.map(note).map_err(|_| {
             self.own_threads.fetch_sub(1, AcqRel);
             Trouble::NoThread
         })
@@ -576,11 +580,12 @@ impl Pager {
     pub fn claim_slot(&self) {
         let thread = rustix::thread::gettid().as_raw_nonzero().get() as u32;
         let process = rustix::process::getpid().as_raw_nonzero().get() as u32;
+        let namespace = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
         // SAFETY: never freed, and only the evictor claims.
         let list = unsafe { &*self.robust };
         // SAFETY: as above.
         unsafe { list.register() };
-        if let Some(slot) = self.region.claim(thread, process, list) {
+        if let Some(slot) = self.region.claim(thread, (process, namespace), list) {
             self.slot.store(core::ptr::from_ref(slot) as usize, Release);
         }
     }

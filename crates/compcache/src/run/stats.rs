@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use compcache_pager::shared::{Counters, LATENCY_BUCKETS, Region, Trouble, bucket_floor_ns};
+use compcache_pager::shared::{Counters, LATENCY_BUCKETS, Region, RunCodec, Trouble, bucket_floor_ns};
 use rustix::fs::{
     AtFlags, FileType, Mode, OFlags, RenameFlags, Stat, openat, renameat, renameat_with, statat, unlinkat,
 };
@@ -94,6 +94,10 @@ pub struct Stats {
     pub fault_p99_ns: u64,
     /// Since the start, seconds.
     pub wall_s: f64,
+    /// For how long processes were held up, since more memory came than could leave, seconds.
+    pub held_s: f64,
+    /// The pools' codec is zstd.
+    pub is_zstd: bool,
     /// The program's status as a shell shows it, at the end.
     pub exit_status: Option<i32>,
     /// The program has ended.
@@ -150,6 +154,8 @@ impl Stats {
             fault_p50_ns: quantile_ns(&faults_of, 0.50),
             fault_p99_ns: quantile_ns(&faults_of, 0.99),
             wall_s: wall.as_secs_f64(),
+            held_s: Duration::from_nanos(header.held_ns.load(Relaxed)).as_secs_f64(),
+            is_zstd: header.codec.load(Relaxed) == RunCodec::Zstd as u32,
             exit_status: outcome.map(Outcome::status),
             finished: outcome.is_some(),
             unpaged_copies: header.unpaged_copies.load(Relaxed),

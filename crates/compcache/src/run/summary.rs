@@ -9,6 +9,10 @@ use crate::size::Shown;
 const NOTED_SHARE: u64 = 100;
 /// Growth by more than a tenth is more than the limit's own gap: the content did not fit.
 const GAP_SHARE: u64 = 10;
+/// To be held up for less is not worth a word.
+const HELD_NOTED_S: f64 = 0.1;
+/// As a shell shows it.
+const KILLED_STATUS: i32 = 128 + 9;
 /// A program that ran so long without a pager never got one.
 const STARTED_S: f64 = 1.0;
 
@@ -33,6 +37,7 @@ fn write_summary(out: &mut String, stats: &Stats, program: &str) -> fmt::Result 
         let copies = stats.unpaged_copies;
         writeln!(out, "  note: {copies} copies made past the C library (a bare clone) ran correctly, but unpaged.")?;
     }
+    write_kill(out, stats, program)?;
     write_growth(out, stats)
 }
 
@@ -100,7 +105,23 @@ fn write_screen(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
         let moved = format!("{} pages written, {} read", count(written), count(read));
         row(out, "spill", format!("{} for {pages}, {moved}", Shown(peak)))?;
     }
+    if stats.held_s >= HELD_NOTED_S {
+        row(out, "held up", format!("{:.1} s in all, while more memory came than could leave", stats.held_s))?;
+    }
     row(out, "processes", format!("{}, each exec counted", count(stats.processes_total)))
+}
+
+/// Whoever sends SIGKILL does not say why; the kernel may have, for lack of memory.
+fn write_kill(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
+    let is_near = stats.total_peak_bytes > stats.ram_limit_bytes - stats.ram_limit_bytes / 8;
+    if stats.exit_status != Some(KILLED_STATUS) || !is_near {
+        return Ok(());
+    }
+    let less = (stats.ram_limit_bytes / 8 * 7) >> 20;
+    writeln!(
+        out,
+        "  {program} was killed (SIGKILL). If that was the kernel, for a memory cgroup or a machine that was full (`dmesg` says so), leave it more: --ram {less}M"
+    )
 }
 
 /// By how much a limit was exceeded, and what would help.
@@ -116,14 +137,19 @@ fn write_growth(out: &mut String, stats: &Stats) -> fmt::Result {
     }
     if let Some(over) = over(total, ram, GAP_SHARE) {
         let (stored, compressed) = (stats.orig_data_peak_bytes, stats.compr_data_at_peak_bytes);
-        let why = match stored < 2 * compressed {
-            true => "the content compresses badly",
-            false => "it grew faster than pages could leave, or uses more than that at once",
+        let spills = stats.spill_written_pages != 0;
+        let why = match (stored < 2 * compressed, spills) {
+            (true, false) => "the content compresses badly",
+            (true, true) => "it grew faster than its pages could be written, or the files could take no more",
+            (false, _) => "it grew faster than pages could leave, or uses more than that at once",
         };
         writeln!(out, "  over --ram by {over}: {why}. Nothing was lost.")?;
         let enough = (total + total / 10).next_multiple_of(1 << 20) >> 20;
-        let spill = if stats.spill_written_pages == 0 { ", --spill DIR," } else { "" };
-        writeln!(out, "  What would help: --ram {enough}M or more{spill} or --codec zstd (smaller, slower).")?;
+        let ram = format!("--ram {enough}M or more");
+        let others = [(!spills, "--spill DIR"), (!stats.is_zstd, "--codec zstd (smaller, slower)")];
+        let all: Vec<_> = others.iter().filter(|(helps, _)| *helps).map(|(_, what)| *what).collect();
+        let all = [&[ram.as_str()][..], &all].concat().join(", or ");
+        writeln!(out, "  What would help: {all}.")?;
     } else if let Some(over) = over(total, ram, NOTED_SHARE) {
         writeln!(out, "  over --ram by {over} for a moment, which is within its gap of a tenth.")?;
     }
@@ -233,6 +259,20 @@ mod tests {
     fn growth_over_the_limit_says_what_would_help() {
         let text = render(&Stats { total_peak_bytes: 700 * MIB, ..stats() }, "sort");
         assert!(text.contains("over --ram by 188.0 MiB") && text.contains("--codec zstd"), "{text}");
+    }
+
+    #[test]
+    fn what_is_done_already_is_no_advice() {
+        let grown = Stats { total_peak_bytes: 700 * MIB, is_zstd: true, ..stats() };
+        let text = render(&grown, "sort");
+        assert!(text.contains("--ram 770M or more.\n"), "{text}");
+    }
+
+    #[test]
+    fn who_was_killed_near_the_limit_is_told_what_it_may_have_been() {
+        let killed =
+            |total_peak_bytes| render(&Stats { exit_status: Some(KILLED_STATUS), total_peak_bytes, ..stats() }, "sort");
+        assert!(killed(510 * MIB).contains("--ram 448M") && !killed(100 * MIB).contains("SIGKILL"));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use rustix::process::{
     DumpableBehavior, Pid, Resource, Rlimit, WaitOptions, WaitStatus, getpid, set_dumpable_behavior, setrlimit, waitpid,
 };
 
+use crate::run::brake::Brake;
 use crate::run::failure::Failure;
 use crate::run::preflight::Ready;
 use crate::run::region::TreeRegion;
@@ -57,6 +58,7 @@ impl Outcome {
 pub struct Run<'a> {
     program: Pid,
     signals: Signals,
+    brake: Brake,
     region: &'a Region,
     stats: Option<StatsFile>,
     spill_told: Told,
@@ -89,7 +91,8 @@ impl<'a> Run<'a> {
         command.env(ENV_REGION, region.file()).env("LD_PRELOAD", &ready.ld_preload);
         let child = signals.spawn(&mut command).map_err(|error| cannot_start(ready, error))?;
         let program = Pid::from_raw(child.id() as i32).context("the program has no process id")?;
-        Ok(Self { program, signals, region: region.region(), stats, spill_told: Told::default(), started })
+        let (brake, region) = (Brake::new(program), region.region());
+        Ok(Self { program, signals, brake, region, stats, spill_told: Told::default(), started })
     }
 
     /// Passes signals on and keeps the statistics until the program ends.
@@ -113,7 +116,8 @@ impl<'a> Run<'a> {
                 if left.is_zero() {
                     break;
                 }
-                self.signals.wait(left, self.program).context("cannot wait for signals")?;
+                let longest = self.brake.step(self.region).min(left);
+                self.signals.wait(longest, self.program).context("cannot wait for signals")?;
             }
         }
         unreachable!("the ticks do not end")
@@ -134,7 +138,7 @@ impl<'a> Run<'a> {
     /// The program's end, if it has come. If it has stopped, we stop as well.
     fn reap(&mut self) -> anyhow::Result<Option<Outcome>> {
         while let Some((child, status)) = self.wait_status()? {
-            if child != self.program {
+            if status.stopped() && self.brake.has_stopped(child, status) || child != self.program {
                 continue;
             }
             if let Some(status) = status.exit_status() {
@@ -145,6 +149,7 @@ impl<'a> Run<'a> {
             }
             // The first process of a container cannot stop, and nobody would see it.
             if status.stopped() && getpid() != Pid::INIT {
+                self.brake.release();
                 self.signals.forget_stops(self.program);
                 stop_with(self.program);
             }

@@ -12,8 +12,13 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use compcache_testkit::features::{Feature, requires};
+
 use crate::spill;
-use crate::support::{Cap, Program, Running, Way, alone, beside_others, sample_until, scratch, trap_program, ways};
+use crate::support::{
+    Cap, Cgroup, Program, Running, Way, alone, beside_others, compcache, preload, sample_until, scratch, trap_program,
+    ways,
+};
 
 const MIB: u64 = 1 << 20;
 /// A tenth above the limit is allowed.
@@ -197,6 +202,45 @@ fn several_processes_that_grow_at_once_keep_within_the_limit_too() {
             peaks.push(outcome.stat("total_peak_bytes"));
         }
     }
+}
+
+/// Faster than pages can leave: it waits until they have.
+#[test]
+fn a_program_that_floods_memory_keeps_within_the_limit_too() {
+    let _shared = beside_others();
+    let ram = 192 * MIB;
+    for way in ways() {
+        let mut peaks = Vec::new();
+        while !peaks.last().is_some_and(|peak| *peak as f64 <= ram as f64 * 1.15) {
+            assert!(peaks.len() < 3, "{way:?}: {peaks:?} bytes in all, under --ram {ram}");
+            let outcome = Program::new(trap_program("floods")).args(["640"]).paged(way, &Cap::Ram(ram));
+            assert!(outcome.status.success(), "{}", outcome.explain());
+            peaks.push(outcome.stat("total_peak_bytes"));
+        }
+    }
+}
+
+/// The kernel ends what has more than the group may, be it for a moment: of three tries one must come to its end, and without the brake none does.
+#[test]
+fn a_program_that_floods_memory_ends_in_a_memory_cgroup_of_a_third_of_it() {
+    if !requires(&[Feature::CgroupMemory]) {
+        return;
+    }
+    let _shared = beside_others();
+    let cgroup = Cgroup::new(256 * MIB);
+    let object = format!("COMPCACHE_PRELOAD={}", preload().display());
+    let [compcache, program] = [compcache().to_owned(), trap_program("floods")];
+    let [compcache, program] = [&compcache, &program].map(|path| path.to_str().expect("a name of letters"));
+    let arguments = [&object, compcache, "run", "--", program, "700"];
+    let mut failed = Vec::new();
+    while failed.len() < 3 {
+        let output = cgroup.output("env".as_ref(), &arguments);
+        if output.status.success() {
+            return;
+        }
+        failed.push(String::from_utf8_lossy(&output.stderr).into_owned());
+    }
+    panic!("{failed:#?}");
 }
 
 /// What does not fit must leave nevertheless, but of the one that works it is not taken because others are there.
