@@ -1,9 +1,9 @@
 //! What is set up is undone, however the bench ends.
 //!
 //! Before a swap device, a control group, a loop device or a kernel parameter is touched, the step that undoes it is
-//! appended to a journal, one line of JSON a step, in `/run/compcache-bench` (for other users, below the temporary
-//! directory). The journal is locked by the session that wrote it, and the kernel drops that lock however the process
-//! ends. So there are three who undo, with the same steps in the same order (last first, after ending the processes of
+//! appended to a journal, one line of JSON a step, in `/run/compcache-bench` (for other users, in `$XDG_RUNTIME_DIR`, or
+//! `compcache-bench.UID` where temporary files are: see [`journal`]). It is locked by the session that wrote it, and the
+//! kernel drops that lock however the process ends. So there are three who undo, with the same steps in the same order (last first, after ending the processes of
 //! the control groups):
 //!
 //! | who                          | when                                                                      |
@@ -14,8 +14,11 @@
 //!
 //! Only one session measures at a time: a second one waits. Steps tolerate that what they undo never happened.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::Write;
+mod journal;
+
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -104,20 +107,23 @@ impl Session {
     /// # Errors
     /// The journal cannot be written, or the guard cannot be started. Nothing has been set up.
     pub fn begin() -> Result<Session> {
-        let state = state_directory();
-        fs::create_dir_all(&state).with_context(|| format!("cannot make {}", state.display()))?;
+        let state = journal::state_directory();
+        journal::make_own(&state)?;
         let machine = lock_machine(&state)?;
         undo_leftovers(&state)?;
         let own = std::process::id();
         let journal_path = state.join(format!("{own}.journal"));
-        let journal = OpenOptions::new().create(true).append(true).open(&journal_path);
+        let journal = File::options().create(true).append(true).mode(0o600).open(&journal_path);
         let journal = journal.with_context(|| journal_path.display().to_string())?;
         journal.lock()?;
         let directory = PathBuf::from(format!("/var/tmp/{NAME}.{own}"));
         let guard = start_guard(&journal_path)?;
         let session = Session { directory, journal_path, journal, guard, steps: Mutex::default(), _machine: machine };
+        // Noted after the act: before it, it could be another user's, who knows its name. Should the process die in between,
+        // it is found by that.
+        let made = DirBuilder::new().mode(0o700).create(&session.directory);
+        made.with_context(|| format!("cannot make {}", session.directory.display()))?;
         session.note(Undo::Directory(session.directory.clone()))?;
-        fs::create_dir_all(&session.directory)?;
         Ok(session)
     }
 
@@ -178,28 +184,18 @@ impl Drop for Session {
 
 /// The guard's whole life: waits until the session that locks `journal` has ended, and undoes what it left.
 pub fn guard(journal: &Path) -> Result<()> {
-    // Gone already: the session ended before its guard had begun.
-    if let Ok(file) = File::open(journal) {
-        file.lock()?;
-        undo_journal(journal)?;
-    }
-    Ok(())
+    undo_journal(journal).map(drop)
 }
 
 /// `compcache-bench undo`: what dead sessions left, from their journals and by name. Returns how many steps were undone.
 pub fn undo() -> Result<usize> {
-    let state = state_directory();
-    let _machine = if state.exists() { Some(lock_machine(&state)?) } else { None };
-    let from_journals = if state.exists() { undo_leftovers(&state)? } else { 0 };
+    let state = journal::state_directory();
+    journal::make_own(&state)?;
+    let _machine = lock_machine(&state)?;
+    let from_journals = undo_leftovers(&state)?;
     let by_name = find_by_name();
     undo_all(&by_name);
     Ok(from_journals + by_name.len())
-}
-
-fn state_directory() -> PathBuf {
-    // SAFETY: geteuid(2) takes nothing, touches nothing and cannot fail.
-    let root = unsafe { libc::geteuid() } == 0;
-    if root { Path::new("/run").join(NAME) } else { std::env::temp_dir().join(NAME) }
 }
 
 fn lock_machine(state: &Path) -> Result<File> {
@@ -217,16 +213,17 @@ fn undo_leftovers(state: &Path) -> Result<usize> {
     for found in fs::read_dir(state)?.flatten() {
         let path = found.path();
         if path.extension().is_some_and(|extension| extension == "journal") {
-            File::open(&path)?.lock()?;
             steps += undo_journal(&path)?;
         }
     }
     Ok(steps)
 }
 
+/// Undoes the journal at `path` once nobody else has it. Returns how many steps there were.
 fn undo_journal(path: &Path) -> Result<usize> {
-    // Whoever held the lock before may have undone and removed it.
-    let Ok(text) = fs::read_to_string(path) else { return Ok(0) };
+    // Gone already: the session undid it itself.
+    let Some(file) = journal::lock(path)? else { return Ok(0) };
+    let text = io::read_to_string(&file)?;
     let steps: Vec<Undo> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     undo_all(&steps);
     let _ = fs::remove_file(path);
@@ -258,20 +255,29 @@ fn retry(mut work: impl FnMut() -> Result<()>) -> Result<()> {
     work()
 }
 
-/// What carries our name and belongs to no session, for when even the journal is gone.
+/// What carries our name, belongs to no session and is this user's, for when even the journal is gone.
 fn find_by_name() -> Vec<Undo> {
-    let mut found: Vec<Undo> = cgroup::find_by_name().into_iter().map(Undo::Cgroup).collect();
+    let uid = journal::own_uid();
+    // None but root makes groups, instances of tracing and loop devices.
+    let is_root = uid == 0;
+    let groups = if is_root { cgroup::find_by_name() } else { Vec::new() };
+    let mut found: Vec<Undo> = groups.into_iter().map(Undo::Cgroup).collect();
     let directories = fs::read_dir("/var/tmp").into_iter().flatten().flatten();
-    let ours = directories.filter(|one| one.file_name().to_string_lossy().starts_with(&format!("{NAME}.")));
+    let ours = directories.filter(|one| {
+        let is_own = one.metadata().is_ok_and(|found| found.is_dir() && found.uid() == uid);
+        is_own && one.file_name().to_string_lossy().starts_with(&format!("{NAME}."))
+    });
     for directory in ours.map(|one| one.path()) {
         let inside = |path: &PathBuf| path.starts_with(&directory);
         found.extend([Undo::Directory(directory.clone()), Undo::Processes(directory.clone())]);
         // What was mounted first is unmounted last.
         found.extend(mount::points().into_iter().filter(inside).map(Undo::Mount));
     }
-    found.extend(trace::find_by_name().into_iter().map(Undo::Trace));
-    for device in loop_device::find_by_name() {
-        found.extend([Undo::Loop(device.clone()), Undo::Swap(device)]);
+    if is_root {
+        found.extend(trace::find_by_name().into_iter().map(Undo::Trace));
+        for device in loop_device::find_by_name() {
+            found.extend([Undo::Loop(device.clone()), Undo::Swap(device)]);
+        }
     }
     found
 }

@@ -1,9 +1,10 @@
 //! However a bench ends, the machine is as it was.
 
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -181,4 +182,98 @@ fn a_command_keeps_its_exit_status_and_its_output() {
     assert_eq!(output.stdout, b"said\n");
     assert!(String::from_utf8_lossy(&output.stderr).contains("by the clock"));
     assert_eq!(left_by(pid), Vec::<String>::new());
+}
+
+/// Someone who runs the bench without root's rights: where the tests have those, nobody, and root is another user.
+struct User {
+    uid: u32,
+    /// Temporary files of all users lie here.
+    directory: tempfile::TempDir,
+}
+
+impl User {
+    fn new() -> User {
+        let directory = tempfile::tempdir().unwrap();
+        fs::set_permissions(directory.path(), Permissions::from_mode(0o1777)).unwrap();
+        let own = directory.path().metadata().unwrap().uid();
+        // Nobody need not get to where this program was built.
+        fs::copy(BENCH, directory.path().join("bench")).unwrap();
+        User { uid: if own == 0 { 65534 } else { own }, directory }
+    }
+
+    fn has_another_beside(&self) -> bool {
+        self.directory.path().metadata().unwrap().uid() != self.uid
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Gives it to the user.
+    fn own(&self, path: &Path) {
+        chown(path, Some(self.uid), None).unwrap();
+    }
+
+    /// Where the user's journals lie.
+    fn state(&self) -> PathBuf {
+        self.path(&format!("compcache-bench.{}", self.uid))
+    }
+
+    fn bench(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(self.path("bench"));
+        command.args(arguments).env_remove("XDG_RUNTIME_DIR").env("TMPDIR", self.directory.path());
+        if self.has_another_beside() {
+            command.uid(self.uid).gid(self.uid);
+        }
+        command
+    }
+
+    fn undo(&self) -> Output {
+        self.bench(&["undo"]).output().unwrap()
+    }
+}
+
+/// Puts a journal into a directory of this mode, which the caller makes.
+fn plant(directory: &Path, mode: u32, steps: &str) -> PathBuf {
+    fs::create_dir(directory).unwrap();
+    fs::set_permissions(directory, Permissions::from_mode(mode)).unwrap();
+    let journal = directory.join("1.journal");
+    fs::write(&journal, steps).unwrap();
+    journal
+}
+
+#[test]
+fn a_journal_that_another_user_can_have_written_is_not_carried_out() {
+    let user = User::new();
+    let victim = user.path("victim");
+    fs::write(&victim, "of the user").unwrap();
+    user.own(&victim);
+    let steps = format!("{{\"File\":{victim:?}}}\n");
+    let is_refused = |what: &str| {
+        let output = user.undo();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(victim.exists(), "{what}: {said}");
+        assert!(!output.status.success(), "{what}");
+        said
+    };
+    let state = user.state();
+    // Where it was before it had the user's number in its name.
+    plant(&user.path("compcache-bench"), 0o777, &steps);
+    plant(&state, 0o777, &steps);
+    is_refused("a directory that anybody writes to");
+    if user.has_another_beside() {
+        fs::set_permissions(&state, Permissions::from_mode(0o755)).unwrap();
+        assert!(is_refused("another's directory").contains("somebody else made it"));
+        user.own(&state);
+        assert!(is_refused("another's journal").contains("1.journal is not a journal of yours"));
+    }
+    fs::set_permissions(&state, Permissions::from_mode(0o700)).unwrap();
+    user.own(&state.join("1.journal"));
+    fs::rename(&state, user.path("elsewhere")).unwrap();
+    symlink(user.path("elsewhere"), &state).unwrap();
+    assert!(is_refused("a link").contains("is not a directory of yours"));
+    fs::remove_file(&state).unwrap();
+    fs::rename(user.path("elsewhere"), &state).unwrap();
+    let output = user.undo();
+    assert!(output.status.success() && !victim.exists(), "{}", String::from_utf8_lossy(&output.stderr));
 }

@@ -1,0 +1,110 @@
+//! Where journals lie, and whose they are.
+//!
+//! A journal is carried out with the rights of whoever finds it: files are removed, files of the kernel are written to. Where temporary files
+//! are, anybody can make a directory of any name. So nothing is taken as it is:
+//!
+//! | what                                | is refused unless it is                                          |
+//! |-------------------------------------|------------------------------------------------------------------|
+//! | the directory of all journals       | a directory, no link, of the caller's, that nobody else writes to |
+//! | a journal                           | a file, no link, of the caller's                                 |
+//!
+//! Who may read a file can lock it, so others do not look into that directory either.
+
+use std::env;
+use std::fs::{self, DirBuilder, File, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+use super::NAME;
+
+/// Whose rights the bench has.
+pub fn own_uid() -> u32 {
+    // SAFETY: geteuid(2) takes nothing, touches nothing and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// Where this user's journals lie, whether it is there or not.
+pub fn state_directory() -> PathBuf {
+    let uid = own_uid();
+    if uid == 0 {
+        return Path::new("/run").join(NAME);
+    }
+    // Another user's, as su(1) leaves it, is of no use.
+    let is_own = |path: &PathBuf| fs::metadata(path).is_ok_and(|found| found.uid() == uid);
+    match env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(is_own) {
+        Some(own) => own.join(NAME),
+        None => env::temp_dir().join(format!("{NAME}.{uid}")),
+    }
+}
+
+/// Makes `directory` for the caller alone, or takes the one that is there.
+///
+/// # Errors
+/// It is not the caller's, or others may have written to it. It is as it was.
+pub fn make_own(directory: &Path) -> Result<()> {
+    match DirBuilder::new().mode(0o700).create(directory) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        made => return made.with_context(|| format!("cannot make {}", directory.display())),
+    }
+    let found = fs::symlink_metadata(directory)?;
+    let path = directory.display();
+    ensure!(found.is_dir() && found.uid() == own_uid(), "{path} is not a directory of yours: somebody else made it");
+    ensure!(found.mode() & 0o022 == 0, "others may write to {path}: look at what is in it, and remove it");
+    if found.mode() & 0o077 != 0 {
+        // Made by an earlier version.
+        fs::set_permissions(directory, Permissions::from_mode(0o700))?;
+    }
+    Ok(())
+}
+
+/// Locks the journal at `path`, which waits until the session that wrote it has ended. None when it is gone.
+///
+/// # Errors
+/// It is not the caller's, or cannot be locked.
+pub fn lock(path: &Path) -> Result<Option<File>> {
+    loop {
+        let file = match File::options().read(true).custom_flags(libc::O_NOFOLLOW).open(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            opened => opened.with_context(|| path.display().to_string())?,
+        };
+        let found = file.metadata()?;
+        let is_own = found.is_file() && found.uid() == own_uid();
+        ensure!(is_own, "{} is not a journal of yours: somebody else made it", path.display());
+        file.lock()?;
+        // Whoever held the lock before may have undone and removed it.
+        let is_there = |now: fs::Metadata| (now.dev(), now.ino()) == (found.dev(), found.ino());
+        if fs::symlink_metadata(path).is_ok_and(is_there) {
+            return Ok(Some(file));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_directory_is_taken_only_if_nobody_else_can_have_written_to_it() {
+        let all = tempfile::tempdir().unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o777;
+        let own = all.path().join("own");
+        make_own(&own).unwrap();
+        make_own(&own).unwrap();
+        assert_eq!(mode(&own), 0o700);
+        fs::set_permissions(&own, Permissions::from_mode(0o755)).unwrap();
+        make_own(&own).unwrap();
+        assert_eq!(mode(&own), 0o700);
+        let link = all.path().join("link");
+        symlink(&own, &link).unwrap();
+        assert!(make_own(&link).is_err());
+        for others in [0o770, 0o702] {
+            fs::set_permissions(&own, Permissions::from_mode(others)).unwrap();
+            assert!(make_own(&own).is_err(), "{others:o}");
+        }
+    }
+}
