@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, Parser, Subcommand};
 use compcache_testkit::corpus::{self, Kind};
 use serde_json::json;
@@ -165,7 +165,11 @@ pub fn run() -> Result<u8> {
             plot::run(record, picture.as_ref().unwrap_or(&beside))?;
         }
         Command::Corpus => list_corpus(),
-        Command::Undo => println!("{} steps undone", session::undo()?),
+        Command::Undo => {
+            let undone = session::undo()?;
+            println!("{} steps undone", undone.done);
+            ensure!(undone.left == 0, "{} steps could not be undone, see above", undone.left);
+        }
         Command::Guard { journal } => session::guard(journal)?,
     }
     Ok(0)

@@ -42,6 +42,8 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     match cli::run() {
+        // Whatever was measured, or the command said.
+        Ok(_) if session::left_something() => ExitCode::FAILURE,
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             eprintln!("{}: {error:#}", session::NAME);

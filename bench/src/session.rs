@@ -12,21 +12,23 @@
 //! | its guard, a process apart   | the session died: a signal, SIGKILL, a panic (which aborts here)           |
 //! | `compcache-bench undo`, and the next session | the guard died as well                                     |
 //!
-//! Only one session measures at a time: a second one waits. Steps tolerate that what they undo never happened.
+//! Only one session measures at a time: a second one waits. Steps tolerate that what they undo never happened. One that cannot be undone is
+//! told, stays in the journal for whoever undoes next, and has the bench fail at its end; no session begins before it is undone.
 
 mod journal;
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use crate::baseline::{cgroup, loop_device, swap, zram};
@@ -84,19 +86,43 @@ impl Undo {
             Undo::Directory(path) => Ok(fs::remove_dir_all(path)?),
             Undo::File(path) if !path.exists() => Ok(()),
             Undo::File(path) => Ok(fs::remove_file(path)?),
-            Undo::Write(path, text) => Ok(fs::write(path, text)?),
+            Undo::Write(path, text) => put_back(path, text),
         }
     }
+}
+
+/// Writes a parameter, unless what had it has gone.
+fn put_back(path: &Path, text: &str) -> Result<()> {
+    let written =
+        File::options().write(true).truncate(true).open(path).and_then(|mut file| file.write_all(text.as_bytes()));
+    match written {
+        // The device that a line of a control group's file names.
+        Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ENODEV) => Ok(()),
+        written => Ok(written?),
+    }
+}
+
+/// Whether a session of this process could not undo all that it did.
+static LEFT: AtomicBool = AtomicBool::new(false);
+
+/// Whether a session of this process has ended and left something: the process shall fail, whatever it measured.
+pub fn left_something() -> bool {
+    LEFT.load(Ordering::Relaxed)
+}
+
+/// The steps that are to be undone, here and in the journal.
+struct Noted {
+    steps: Vec<Undo>,
+    /// Locked for as long as the session lives.
+    journal: File,
 }
 
 /// The right to measure on this machine, and the duty to leave it as it was.
 pub struct Session {
     directory: PathBuf,
     journal_path: PathBuf,
-    /// Locked for as long as the session lives.
-    journal: File,
     guard: Child,
-    steps: Mutex<Vec<Undo>>,
+    noted: Mutex<Noted>,
     /// Held so that no other session measures meanwhile.
     _machine: File,
 }
@@ -105,20 +131,19 @@ impl Session {
     /// Waits until no other session measures, undoes what dead ones left, and begins.
     ///
     /// # Errors
-    /// The journal cannot be written, or the guard cannot be started. Nothing has been set up.
+    /// What a dead session left cannot be undone, the journal cannot be written, or the guard cannot be started. Nothing has been set up.
     pub fn begin() -> Result<Session> {
         let state = journal::state_directory();
         journal::make_own(&state)?;
         let machine = lock_machine(&state)?;
-        undo_leftovers(&state)?;
+        let left = undo_leftovers(&state)?.left;
+        ensure!(left == 0, "{left} steps of a session that died are not undone, see above: {}", what_to_do(&state));
         let own = std::process::id();
         let journal_path = state.join(format!("{own}.journal"));
-        let journal = File::options().create(true).append(true).mode(0o600).open(&journal_path);
-        let journal = journal.with_context(|| journal_path.display().to_string())?;
-        journal.lock()?;
+        let noted = Noted { steps: Vec::new(), journal: journal::replace(&journal_path, &[])? };
         let directory = PathBuf::from(format!("/var/tmp/{NAME}.{own}"));
         let guard = start_guard(&journal_path)?;
-        let session = Session { directory, journal_path, journal, guard, steps: Mutex::default(), _machine: machine };
+        let session = Session { directory, journal_path, guard, noted: Mutex::new(noted), _machine: machine };
         // Noted after the act: before it, it could be another user's, who knows its name. Should the process die in between,
         // it is found by that.
         let made = DirBuilder::new().mode(0o700).create(&session.directory);
@@ -139,63 +164,106 @@ impl Session {
 
     /// Notes how to undo the step that the caller takes next.
     pub fn note(&self, undo: Undo) -> Result<()> {
-        let mut line = serde_json::to_vec(&undo)?;
-        line.push(b'\n');
-        // One write, at the end of a file that only this process writes.
-        (&self.journal).write_all(&line).context("cannot write the journal")?;
-        self.steps().push(undo);
+        let mut noted = self.noted();
+        journal::append(&noted.journal, &undo)?;
+        noted.steps.push(undo);
         Ok(())
     }
 
     /// How many steps are noted: what [`Session::undo_to`] goes back to.
     pub fn mark(&self) -> usize {
-        self.steps().len()
+        self.noted().steps.len()
     }
 
-    fn steps(&self) -> MutexGuard<'_, Vec<Undo>> {
-        self.steps.lock().expect("nobody panics with it: a panic aborts")
+    fn noted(&self) -> MutexGuard<'_, Noted> {
+        self.noted.lock().expect("nobody panics with it: a panic aborts")
     }
 
-    /// Undoes everything noted since `mark`; says on stderr what could not be undone.
+    /// Undoes everything noted since `mark`. What cannot be undone is told and stays noted, for the end of the session.
     pub fn undo_to(&self, mark: usize) {
-        let undone = {
-            let mut steps = self.steps();
-            // What belongs together may have been undone from an earlier mark.
-            let from = mark.min(steps.len());
-            steps.split_off(from)
+        // What belongs together may have been undone from an earlier mark.
+        let (from, to_undo) = {
+            let mut noted = self.noted();
+            let from = mark.min(noted.steps.len());
+            (from, noted.steps.split_off(from))
         };
-        undo_all(&undone);
-        // What is left is written anew; were this to fail, undoing twice does no harm.
-        let left: Vec<_> = self.steps().iter().filter_map(|step| serde_json::to_string(step).ok()).collect();
-        let _ = self.journal.set_len(0);
-        // Opened for appending: what is written goes to the new end.
-        left.iter().for_each(|line| drop(writeln!(&self.journal, "{line}")));
+        let left = undo_all(to_undo);
+        let mut noted = self.noted();
+        let from = from.min(noted.steps.len());
+        noted.steps.splice(from..from, left);
+        match journal::replace(&self.journal_path, &noted.steps) {
+            Ok(shorter) => noted.journal = shorter,
+            // All of it is still there; undoing twice does no harm.
+            Err(error) => eprintln!("{NAME}: cannot write the journal anew: {error:#}"),
+        }
     }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
         self.undo_to(0);
-        let _ = fs::remove_file(&self.journal_path);
-        let _ = self.journal.unlock();
-        let _ = self.guard.wait();
+        let left = self.noted().steps.len();
+        if left == 0
+            && let Err(error) = journal::remove(&self.journal_path)
+        {
+            eprintln!("{NAME}: {error:#}");
+        }
+        let _ = self.noted().journal.unlock();
+        // It has another go at what is left.
+        let is_undone = self.guard.wait().is_ok_and(|status| status.success());
+        if left > 0 && !is_undone {
+            let state = self.journal_path.parent().expect("a journal lies in a directory");
+            eprintln!("{NAME}: this machine is not as it was: {}", what_to_do(state));
+            LEFT.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+fn what_to_do(state: &Path) -> String {
+    format!(
+        "`{NAME} undo` tries again; what was undone by hand is to be taken out of the journal in {}",
+        state.display()
+    )
+}
+
+/// How many steps were undone, and how many could not be and are still in a journal.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Undone {
+    /// Of the first kind.
+    pub done: usize,
+    /// Of the second.
+    pub left: usize,
+}
+
+impl Undone {
+    fn and(self, other: Undone) -> Undone {
+        Undone { done: self.done + other.done, left: self.left + other.left }
     }
 }
 
 /// The guard's whole life: waits until the session that locks `journal` has ended, and undoes what it left.
+///
+/// # Errors
+/// Some of it cannot be undone, and is still in the journal.
 pub fn guard(journal: &Path) -> Result<()> {
-    undo_journal(journal).map(drop)
+    let left = undo_journal(journal)?.left;
+    ensure!(left == 0, "{left} steps are left in {}", journal.display());
+    Ok(())
 }
 
-/// `compcache-bench undo`: what dead sessions left, from their journals and by name. Returns how many steps were undone.
-pub fn undo() -> Result<usize> {
+/// `compcache-bench undo`: what dead sessions left, from their journals and by name.
+///
+/// # Errors
+/// The journals are not this user's, or cannot be read.
+pub fn undo() -> Result<Undone> {
     let state = journal::state_directory();
     journal::make_own(&state)?;
     let _machine = lock_machine(&state)?;
     let from_journals = undo_leftovers(&state)?;
     let by_name = find_by_name();
-    undo_all(&by_name);
-    Ok(from_journals + by_name.len())
+    let all = by_name.len();
+    let left = undo_all(by_name).len();
+    Ok(from_journals.and(Undone { done: all - left, left }))
 }
 
 fn lock_machine(state: &Path) -> Result<File> {
@@ -207,41 +275,48 @@ fn lock_machine(state: &Path) -> Result<File> {
     Ok(machine)
 }
 
-/// Undoes the journals in `state`, waiting for guards that are at it already. Returns how many steps there were.
-fn undo_leftovers(state: &Path) -> Result<usize> {
-    let mut steps = 0;
+/// Undoes the journals in `state`, waiting for guards that are at it already.
+fn undo_leftovers(state: &Path) -> Result<Undone> {
+    let mut undone = Undone::default();
     for found in fs::read_dir(state)?.flatten() {
         let path = found.path();
         if path.extension().is_some_and(|extension| extension == "journal") {
-            steps += undo_journal(&path)?;
+            undone = undone.and(undo_journal(&path)?);
         }
     }
-    Ok(steps)
+    Ok(undone)
 }
 
-/// Undoes the journal at `path` once nobody else has it. Returns how many steps there were.
-fn undo_journal(path: &Path) -> Result<usize> {
+/// Undoes the journal at `path` once nobody else has it. What cannot be undone stays in it.
+fn undo_journal(path: &Path) -> Result<Undone> {
     // Gone already: the session undid it itself.
-    let Some(file) = journal::lock(path)? else { return Ok(0) };
-    let text = io::read_to_string(&file)?;
-    let steps: Vec<Undo> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    undo_all(&steps);
-    let _ = fs::remove_file(path);
-    Ok(steps.len())
+    let Some(journal) = journal::lock(path)? else { return Ok(Undone::default()) };
+    let steps = journal::read(&journal)?;
+    let all = steps.len();
+    let left = undo_all(steps);
+    match left.is_empty() {
+        true => journal::remove(path)?,
+        false => drop(journal::replace(path, &left)?),
+    }
+    Ok(Undone { done: all - left.len(), left: left.len() })
 }
 
-/// Processes first, so that nothing still uses what goes; then last step first.
-fn undo_all(steps: &[Undo]) {
-    for step in steps {
+/// Processes first, so that nothing still uses what goes; then last step first. Tells what it cannot undo, and returns it in the order in which it was.
+fn undo_all(steps: Vec<Undo>) -> Vec<Undo> {
+    for step in &steps {
         if let Undo::Cgroup(path) = step {
             cgroup::end_processes(path);
         }
     }
-    for step in steps.iter().rev() {
+    let mut left = Vec::new();
+    for step in steps.into_iter().rev() {
         if let Err(error) = retry(|| step.carry_out()) {
             eprintln!("{NAME}: cannot undo {step:?}: {error:#}");
+            left.push(step);
         }
     }
+    left.reverse();
+    left
 }
 
 /// A device can stay busy for a moment after its last user.
@@ -309,6 +384,7 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("{NAME}-test.{}", std::process::id()));
         fs::create_dir_all(dir.join("inner")).unwrap();
         let parameter = dir.join("parameter");
+        fs::write(&parameter, "").unwrap();
         let steps = [
             Undo::Write(parameter.clone(), "first noted, last undone".to_owned()),
             Undo::Directory(dir.join("inner")),
@@ -321,5 +397,24 @@ mod tests {
         assert_eq!(fs::read_to_string(&parameter).unwrap(), "first noted, last undone");
         assert!(!dir.join("inner").exists() && !journal.exists());
         fs::remove_dir_all(dir).unwrap();
+    }
+
+    #[test]
+    fn a_step_that_cannot_be_undone_stays_in_the_journal() {
+        let dir = tempfile::tempdir().unwrap();
+        let (no_file, file) = (dir.path().join("no file"), dir.path().join("file"));
+        fs::create_dir(&no_file).unwrap();
+        fs::write(&file, "").unwrap();
+        let gone = Undo::Write(dir.path().join("a parameter that is gone"), "0".to_owned());
+        let stuck = Undo::File(no_file.clone());
+        let path = dir.path().join("1.journal");
+        drop(journal::replace(&path, &[gone, stuck.clone(), Undo::File(file.clone())]).unwrap());
+        assert_eq!(undo_journal(&path).unwrap(), Undone { done: 2, left: 1 });
+        assert!(!file.exists() && no_file.exists());
+        assert_eq!(journal::read(&File::open(&path).unwrap()).unwrap(), [stuck]);
+        assert!(guard(&path).is_err());
+        fs::remove_dir(&no_file).unwrap();
+        guard(&path).unwrap();
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
     }
 }

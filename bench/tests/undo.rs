@@ -5,6 +5,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -142,6 +143,7 @@ fn a_writeback_that_is_killed_leaves_no_file_behind() {
     if !requires(&[Feature::Program("fio")]) {
         return;
     }
+    let _alone = alone();
     // Not where it may be a tmpfs, which takes no direct I/O.
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
     let arguments = ["--quick", "--runs", "1000", "writeback", "--segments", "1048576", "--dir"];
@@ -159,6 +161,7 @@ fn a_bench_that_is_killed_leaves_no_emulated_machine_behind() {
     if !requires(&[&[Feature::StockKernel][..], &programs].concat()) {
         return;
     }
+    let _alone = alone();
     let arguments = ["--quick", "emulated", "--processors", "1", "--what", "scan"];
     let mut bench = Command::new(BENCH).args(arguments).stdout(Stdio::null()).spawn().unwrap();
     let pid = bench.id();
@@ -184,11 +187,18 @@ fn a_command_keeps_its_exit_status_and_its_output() {
     assert_eq!(left_by(pid), Vec::<String>::new());
 }
 
+/// `undo` ends what has the bench's name and is of the same user, whose journals may lie where it does not look: not beside a session of another test.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Someone who runs the bench without root's rights: where the tests have those, nobody, and root is another user.
 struct User {
     uid: u32,
     /// Temporary files of all users lie here.
     directory: tempfile::TempDir,
+    _alone: MutexGuard<'static, ()>,
 }
 
 impl User {
@@ -198,7 +208,7 @@ impl User {
         let own = directory.path().metadata().unwrap().uid();
         // Nobody need not get to where this program was built.
         fs::copy(BENCH, directory.path().join("bench")).unwrap();
-        User { uid: if own == 0 { 65534 } else { own }, directory }
+        User { uid: if own == 0 { 65534 } else { own }, directory, _alone: alone() }
     }
 
     fn has_another_beside(&self) -> bool {
@@ -276,4 +286,47 @@ fn a_journal_that_another_user_can_have_written_is_not_carried_out() {
     fs::rename(user.path("elsewhere"), &state).unwrap();
     let output = user.undo();
     assert!(output.status.success() && !victim.exists(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// In the place of `compcache run`: runs the program as it is. With KEEP it first makes what its own user cannot remove, in the session's directory.
+const RUNS_IT: &str = r#"#!/bin/sh
+while [ "$1" != -- ]; do
+    [ "$1" = --stats ] && session=${2%/*}
+    shift
+done
+shift
+[ -n "$KEEP" ] && mkdir -p "$session/kept/inside" && chmod 0 "$session/kept"
+exec "$@"
+"#;
+
+#[test]
+fn a_bench_that_leaves_something_fails_and_the_next_one_does_not_begin() {
+    let user = User::new();
+    fs::copy(SCAN, user.path("scan")).unwrap();
+    fs::write(user.path("compcache"), RUNS_IT).unwrap();
+    fs::set_permissions(user.path("compcache"), Permissions::from_mode(0o755)).unwrap();
+    let mut scan = user.bench(&["--quick", "scan", "--sides", "ours", "--content", "same"]);
+    let mut run = |keep: &str| {
+        let mut bench = scan.env("KEEP", keep).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let pid = bench.id();
+        let said = std::io::read_to_string(bench.stderr.take().unwrap()).unwrap();
+        (bench.wait().unwrap().success(), said, PathBuf::from(format!("/var/tmp/compcache-bench.{pid}")))
+    };
+    let journals = || {
+        let all = fs::read_dir(user.state()).unwrap().flatten().map(|one| one.path());
+        all.filter(|path| path.extension().is_some_and(|kind| kind != "lock")).count()
+    };
+    let (done, said, _) = run("");
+    assert!(done && journals() == 0, "{said}");
+    let (done, said, left) = run("yes");
+    assert!(!done && left.exists() && journals() == 1, "{said}");
+    assert!(said.contains("cannot undo Directory") && said.contains("this machine is not as it was"), "{said}");
+    let (done, said, _) = run("");
+    assert!(!done && said.contains("1 steps of a session that died are not undone"), "{said}");
+    let output = user.undo();
+    assert!(!output.status.success() && left.exists() && journals() == 1);
+    fs::set_permissions(left.join("kept"), Permissions::from_mode(0o700)).unwrap();
+    let output = user.undo();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(!left.exists() && journals() == 0);
 }

@@ -190,9 +190,12 @@ fn configure(device: &File, backing: &File, file: &Path) -> Result<bool> {
     }
 }
 
-/// Detaches `device`; no error when nothing is attached.
+/// Detaches `device`; no error when nothing is attached, or it is gone.
 pub fn detach(device: &Path) -> Result<()> {
-    let open = File::open(device)?;
+    let open = match File::open(device) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENXIO)) => return Ok(()),
+        opened => opened?,
+    };
     // SAFETY: the request takes no argument; the descriptor is open.
     if unsafe { libc::ioctl(open.as_raw_fd(), LOOP_CLR_FD) } == 0 {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Where journals lie, and whose they are.
+//! Where journals lie, whose they are, and how they get shorter.
 //!
 //! A journal is carried out with the rights of whoever finds it: files are removed, files of the kernel are written to. Where temporary files
 //! are, anybody can make a directory of any name. So nothing is taken as it is:
@@ -9,16 +9,19 @@
 //! | a journal                           | a file, no link, of the caller's                                 |
 //!
 //! Who may read a file can lock it, so others do not look into that directory either.
+//!
+//! A journal grows by a line at a time. When steps were undone, one of those that are left is written beside it, locked, and given its name
+//! ([`replace`]): whenever the process ends, a journal is there that has all that is left. Who waited for the old one's lock looks at the name again.
 
 use std::env;
 use std::fs::{self, DirBuilder, File, Permissions};
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-use super::NAME;
+use super::{NAME, Undo};
 
 /// Whose rights the bench has.
 pub fn own_uid() -> u32 {
@@ -74,12 +77,61 @@ pub fn lock(path: &Path) -> Result<Option<File>> {
         let is_own = found.is_file() && found.uid() == own_uid();
         ensure!(is_own, "{} is not a journal of yours: somebody else made it", path.display());
         file.lock()?;
-        // Whoever held the lock before may have undone and removed it.
+        // Whoever held the lock before may have undone and removed it, or put a shorter one in its place.
         let is_there = |now: fs::Metadata| (now.dev(), now.ino()) == (found.dev(), found.ino());
         if fs::symlink_metadata(path).is_ok_and(is_there) {
             return Ok(Some(file));
         }
     }
+}
+
+/// What a journal says, as far as its last line was written to the end.
+///
+/// # Errors
+/// It cannot be read.
+pub fn read(journal: &File) -> Result<Vec<Undo>> {
+    let text = io::read_to_string(journal)?;
+    Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+}
+
+/// Appends a step.
+///
+/// # Errors
+/// It cannot be written.
+pub fn append(mut journal: &File, step: &Undo) -> Result<()> {
+    let mut line = serde_json::to_vec(step)?;
+    line.push(b'\n');
+    // One write, at the end of a file that only this process writes.
+    journal.write_all(&line).context("cannot write the journal")
+}
+
+/// Puts a new journal, of these steps, in the place of the one at `path`, if there is one. Returns it, locked; the caller holds the lock of the old one
+/// until then.
+///
+/// # Errors
+/// It cannot be written. The old one is there.
+pub fn replace(path: &Path, steps: &[Undo]) -> Result<File> {
+    let beside = beside(path);
+    let journal = File::options().create(true).write(true).truncate(true).mode(0o600).open(&beside);
+    let journal = journal.with_context(|| beside.display().to_string())?;
+    journal.lock()?;
+    steps.iter().try_for_each(|step| append(&journal, step))?;
+    fs::rename(&beside, path).with_context(|| path.display().to_string())?;
+    Ok(journal)
+}
+
+/// Removes the journal at `path`, whose lock the caller holds.
+///
+/// # Errors
+/// It is still there.
+pub fn remove(path: &Path) -> Result<()> {
+    // Of one who died while it was written.
+    let _ = fs::remove_file(beside(path));
+    fs::remove_file(path).with_context(|| path.display().to_string())
+}
+
+fn beside(path: &Path) -> PathBuf {
+    path.with_extension("new")
 }
 
 #[cfg(test)]
@@ -106,5 +158,25 @@ mod tests {
             fs::set_permissions(&own, Permissions::from_mode(others)).unwrap();
             assert!(make_own(&own).is_err(), "{others:o}");
         }
+    }
+
+    #[test]
+    fn a_journal_that_was_replaced_while_somebody_waited_for_it_is_read_anew() {
+        let all = tempfile::tempdir().unwrap();
+        let path = all.path().join("1.journal");
+        let steps = [1, 2].map(|nth| Undo::File(PathBuf::from(format!("/{nth}"))));
+        let long = replace(&path, &steps).unwrap();
+        let short = std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| lock(&path).unwrap().map(|journal| read(&journal).unwrap()));
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            let short = replace(&path, &steps[..1]).unwrap();
+            drop(long);
+            append(&short, &steps[1]).unwrap();
+            drop(short);
+            waiting.join().unwrap()
+        });
+        assert_eq!(short.as_deref(), Some(&steps[..]));
+        remove(&path).unwrap();
+        assert!(lock(&path).unwrap().is_none() && fs::read_dir(&all).unwrap().count() == 0);
     }
 }
