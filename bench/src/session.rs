@@ -43,6 +43,8 @@ pub const NAME: &str = "compcache-bench";
 pub enum Undo {
     /// End the processes in this control group, later remove it.
     Cgroup(PathBuf),
+    /// Switch off, in this `cgroup.subtree_control`, the controller of this name.
+    Controller(PathBuf, String),
     /// Stop swapping on this device.
     Swap(PathBuf),
     /// Empty the zram device of this number; remove it when it was added for us.
@@ -74,6 +76,7 @@ impl Undo {
     fn carry_out(&self) -> Result<()> {
         match self {
             Undo::Cgroup(path) => cgroup::remove(path),
+            Undo::Controller(switch, name) => cgroup::disable(switch, name),
             Undo::Swap(device) => swap::off(device),
             Undo::Zram { number, added } => zram::release(*number, *added),
             Undo::Loop(device) => loop_device::detach(device),

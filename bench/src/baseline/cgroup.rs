@@ -24,6 +24,8 @@ use crate::session::{NAME, Session, Undo};
 
 const V1: &str = "/sys/fs/cgroup/memory";
 const V2: &str = "/sys/fs/cgroup";
+/// Which controllers the groups inside a group of version 2 have.
+const SWITCH: &str = "cgroup.subtree_control";
 
 static MADE: AtomicU32 = AtomicU32::new(0);
 
@@ -42,7 +44,9 @@ impl Cgroup {
     pub fn make(session: &Session, limit_bytes: Option<u64>) -> Result<Cgroup> {
         let unified = is_unified();
         if unified {
-            enable_controllers()?;
+            enable_controllers(&Path::new(V2).join("cgroup.controllers"), &Path::new(V2).join(SWITCH), |undo| {
+                session.note(undo)
+            })?;
         }
         let nth = MADE.fetch_add(1, Ordering::Relaxed);
         let root = if unified { V2 } else { V1 };
@@ -63,7 +67,7 @@ impl Cgroup {
     /// As [`Cgroup::make`].
     pub fn inside(&self, name: &str, limit_bytes: u64) -> Result<Cgroup> {
         if self.unified {
-            write(self.path.join("cgroup.subtree_control"), "+memory")?;
+            write(self.path.join(SWITCH), "+memory")?;
         }
         let path = self.path.join(name);
         fs::create_dir(&path).with_context(|| format!("cannot make the control group {}", path.display()))?;
@@ -208,14 +212,60 @@ fn processes(path: &Path) -> Vec<u32> {
     text.lines().filter_map(|line| line.parse().ok()).collect()
 }
 
-fn enable_controllers() -> Result<()> {
-    let offered = read_trimmed(Path::new(V2).join("cgroup.controllers")).unwrap_or_default();
-    if !offered.split(' ').any(|name| name == "memory") {
+/// Switches on what the groups of the bench need inside the root of version 2; notes how to switch off again what was off.
+fn enable_controllers(offered: &Path, switch: &Path, mut note: impl FnMut(Undo) -> Result<()>) -> Result<()> {
+    let has = |text: &str, name: &str| text.split(' ').any(|one| one == name);
+    let offered = read_trimmed(offered).unwrap_or_default();
+    if !has(&offered, "memory") {
         bail!("this machine has no memory control groups (neither {V1} nor memory in {V2}/cgroup.controllers)");
     }
-    let switch = Path::new(V2).join("cgroup.subtree_control");
-    write(&switch, "+memory")?;
+    let on = read_trimmed(switch)?;
+    let mut enable = |name: &str| {
+        if has(&on, name) {
+            return Ok(());
+        }
+        note(Undo::Controller(switch.to_owned(), name.to_owned()))?;
+        write(switch, &format!("+{name}"))
+    };
+    enable("memory")?;
     // Only throttling needs it, and says so where it is missing.
-    let _ = write(&switch, "+io");
+    if has(&offered, "io") {
+        let _ = enable("io");
+    }
     Ok(())
+}
+
+/// Switches a controller off again; no error when groups of others have come to use it.
+pub fn disable(switch: &Path, name: &str) -> Result<()> {
+    match fs::write(switch, format!("-{name}")) {
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) && find_by_name().is_empty() => Ok(()),
+        written => written.with_context(|| format!("cannot write -{name} to {}", switch.display())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_controller_is_switched_off_again_only_if_it_was_off() {
+        let root = tempfile::tempdir().unwrap();
+        let (offered, switch) = (root.path().join("cgroup.controllers"), root.path().join(SWITCH));
+        let notes = |has: &str, on: &str| {
+            fs::write(&offered, has).unwrap();
+            fs::write(&switch, on).unwrap();
+            let mut noted = Vec::new();
+            let made = enable_controllers(&offered, &switch, |undo| {
+                noted.push(undo);
+                Ok(())
+            });
+            (made.is_ok(), noted)
+        };
+        let off = |name: &str| Undo::Controller(switch.clone(), name.to_owned());
+        assert_eq!(notes("cpuset cpu io memory pids\n", ""), (true, vec![off("memory"), off("io")]));
+        assert_eq!(notes("cpuset cpu io memory pids\n", "cpu memory\n"), (true, vec![off("io")]));
+        assert_eq!(notes("io memory\n", "io memory\n"), (true, Vec::new()));
+        assert_eq!(notes("memory\n", ""), (true, vec![off("memory")]));
+        assert_eq!(notes("cpu io memory_of_another_kind\n", ""), (false, Vec::new()));
+    }
 }
