@@ -249,17 +249,46 @@ fn print(kinds: &[Kind], questions: &[Question], answers: &[Vec<Vec<Answer>>]) -
     Value::Array(lines)
 }
 
+/// Ours beside nbdkit's under the same codec; of the sides, the first two of which that can be said.
+fn same_codec(kinds: &[Kind]) -> Option<(usize, usize)> {
+    // Not the level, which each says in its own way.
+    let codec = |words: &str| words.split([':', ',']).next().unwrap_or_default().to_owned();
+    kinds.iter().enumerate().find_map(|(nbdkit, kind)| {
+        let Kind::Nbdkit(allocator) = kind else { return None };
+        let is_alike = |kind: &Kind| matches!(kind, Kind::Ours { codec: ours, binary: None, .. } if codec(ours) == codec(allocator));
+        Some((kinds.iter().position(is_alike)?, nbdkit))
+    })
+}
+
 fn targets(kinds: &[Kind], questions: &[Question], answers: &[Vec<Vec<Answer>>]) -> Vec<Target> {
-    let find = |wanted: fn(&Kind) -> bool| kinds.iter().position(wanted);
-    let ours = find(|kind| matches!(kind, Kind::Ours { binary: None, .. }));
-    let (Some(ours), Some(nbdkit)) = (ours, find(|kind| matches!(kind, Kind::Nbdkit(_)))) else { return Vec::new() };
+    let Some((ours, nbdkit)) = same_codec(kinds) else { return Vec::new() };
     let deep = questions.iter().zip(answers).filter(|(question, _)| question.depth == 32);
     let target = |(question, answers): (&Question, &Vec<Vec<Answer>>)| Target {
-        about: format!("{}, depth 32, {} jobs: ours in operations of nbdkit", question.what.word(), question.jobs),
+        about: format!(
+            "{}, depth 32, {} jobs: {} in operations of {}",
+            question.what.word(),
+            question.jobs,
+            kinds[ours],
+            kinds[nbdkit]
+        ),
         measured: ratio(&answers[ours], &answers[nbdkit]),
         bound: 5.0,
         at_least: true,
         unit: "x",
     };
     deep.map(target).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_target_is_of_two_sides_with_the_same_codec() {
+        let alike = |words: &str| same_codec(&kinds(&words.split(' ').collect::<Vec<_>>()).unwrap());
+        assert_eq!(alike("zram:lz4 nbdkit:zstd ours ours:zstd"), Some((3, 1)));
+        assert_eq!(alike("ours:zstd:3 nbdkit:zstd,level=1"), Some((0, 1)));
+        assert_eq!(alike("nbdkit:malloc nbdkit:zstd ours:zstd@/a/b ours-ublk:zstd"), Some((3, 1)));
+        assert_eq!(alike("zram:zstd nbdkit:zstd ours:lz4"), None);
+    }
 }
