@@ -46,9 +46,10 @@
 //! system on it, not look at the file under it, not have files of its own, its log or its working directory there. If it
 //! is killed in the middle of that, a thread of it waits for an answer that no other gives any more, and the process
 //! cannot end until [`clean`] is called by another. [`FuseLoop::resized`] and [`FuseLoop::remove`] are such moments, of
-//! microseconds; apart from them nothing here keeps the disk open. When the disk is used for swap the process must also
-//! not wait for memory that only swapping frees: lock it (`mlockall`) and let it allocate nothing while it serves. Its
-//! threads here are marked as cleaning memory (`PR_SET_IO_FLUSHER`).
+//! microseconds (the former, on a disk in use, for as long as discards in flight take); apart from them nothing here keeps
+//! the disk open. When the disk is used for swap the process must also not wait for memory that only swapping frees: lock
+//! it (`mlockall`) and let it allocate nothing while it serves. Its threads here are marked as cleaning memory
+//! (`PR_SET_IO_FLUSHER`).
 //!
 //! A server that is killed leaves the loop device, the mount and the directory; what was in flight fails with EIO and
 //! hangs nowhere. [`clean`] removes the rest. It needs root, `/dev/fuse` and Linux 5.8.

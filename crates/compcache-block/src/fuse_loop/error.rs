@@ -102,6 +102,9 @@ pub enum Step {
     /// `queue/write_cache` of the loop device.
     #[error("have flushes of the loop device passed on (`write back`)")]
     WriteCache,
+    /// statx(2) and chmod(2) of the served file.
+    #[error("have the kernel remember its new size")]
+    Remember,
     /// `LOOP_SET_CAPACITY`.
     #[error("tell the loop device its new size")]
     Resize,

@@ -1,19 +1,20 @@
 //! The file system: a directory with one file, which is the device.
 //!
 //! Its file is opened for direct I/O, with writes in parallel, so that the kernel keeps none of it and holds no lock
-//! around a request; nothing is answered from what the kernel remembers, the size included. The size cannot be changed
-//! through the file. Nothing else can be done in this file system: whoever tries gets an error (ENOSYS or EPERM).
+//! around a request; nothing is answered from what the kernel remembers but where the file ends, which it is told when that changes
+//! (`LoopDevice::resized`). The size cannot be changed through the file. Nothing else can be done in this file system: whoever tries gets an
+//! error (ENOSYS or EPERM).
 
 use std::ffi::OsStr;
 use std::sync::Arc;
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use std::{io, iter};
 
 use compcache_fuse::Linger;
 use fuser::{
-    Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, KernelConfig,
-    LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen,
-    ReplyStatfs, ReplyWrite, Request, WriteFlags,
+    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
+    KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek,
+    ReplyOpen, ReplyStatfs, ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
 use linux_raw_sys::general::{FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE, FALLOC_FL_ZERO_RANGE, SEEK_DATA, SEEK_HOLE};
 
@@ -25,6 +26,9 @@ use crate::error::DeviceError;
 
 const ROOT: INodeNo = INodeNo(1);
 const FILE: INodeNo = INodeNo(2);
+
+/// The mode of the file. It can be set to what it is.
+pub(super) const FILE_MODE: u16 = 0o600;
 
 /// Nothing may be remembered: the size changes, and a file system of one file is asked seldom.
 const REMEMBERED: Duration = Duration::ZERO;
@@ -58,7 +62,7 @@ impl OneFile {
             ctime: UNIX_EPOCH,
             crtime: UNIX_EPOCH,
             kind: if is_file { FileType::RegularFile } else { FileType::Directory },
-            perm: if is_file { 0o600 } else { 0o700 },
+            perm: if is_file { FILE_MODE } else { 0o700 },
             nlink: if is_file { 1 } else { 2 },
             uid: self.uid,
             gid: self.gid,
@@ -118,6 +122,34 @@ impl Filesystem for OneFile {
 
     fn getattr(&self, _: &Request, inode: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
         reply.attr(&REMEMBERED, &self.attr(inode));
+    }
+
+    /// Changes nothing. It is asked for its answer, from which the kernel takes the size in any case.
+    fn setattr(
+        &self,
+        _: &Request,
+        inode: INodeNo,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+        size: Option<u64>,
+        accessed: Option<TimeOrNow>,
+        modified: Option<TimeOrNow>,
+        _: Option<SystemTime>,
+        _: Option<FileHandle>,
+        _: Option<SystemTime>,
+        _: Option<SystemTime>,
+        _: Option<SystemTime>,
+        _: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        let is_same = mode.is_some_and(|mode| mode & 0o7777 == FILE_MODE.into());
+        let others = uid.is_some() || gid.is_some() || size.is_some() || accessed.is_some() || modified.is_some();
+        if inode == FILE && is_same && !others {
+            reply.attr(&REMEMBERED, &self.attr(inode));
+        } else {
+            reply.error(Errno::EPERM);
+        }
     }
 
     fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {

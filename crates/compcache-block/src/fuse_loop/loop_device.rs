@@ -4,11 +4,11 @@
 //! write out what the page cache holds for it, to the process itself; a process that is being killed cannot answer.
 #![allow(unsafe_code)]
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
 use std::mem::size_of;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Instant;
@@ -17,10 +17,12 @@ use linux_raw_sys::general::O_DIRECT;
 use linux_raw_sys::loop_device::{
     LO_FLAGS_DIRECT_IO, LOOP_CLR_FD, LOOP_CONFIGURE, LOOP_CTL_GET_FREE, LOOP_SET_CAPACITY, loop_config, loop_info64,
 };
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::ioctl::{Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl};
 
 use super::error::{FuseLoopError, Step};
+use super::file::FILE_MODE;
 use crate::node::{Claim, Holder, LOOKED_AT, Node, NotClaimed, PAUSE};
 
 // The sizes of the kernel's structures, on every architecture.
@@ -28,6 +30,9 @@ const _: () = assert!(size_of::<loop_info64>() == 232 && size_of::<loop_config>(
 
 /// How many free devices are tried before it is said that others take them all.
 const ATTEMPTS: u32 = 64;
+
+/// In such units the kernel tells sizes.
+const SECTOR_BYTES: u64 = 512;
 
 /// A loop device that is ours.
 #[derive(Debug)]
@@ -98,12 +103,38 @@ impl LoopDevice {
         if !self.is_attached() {
             return Err(FuseLoopError::Detached { path });
         }
-        // Before Linux 6.16 the device takes the size that the kernel remembers of the file; this has it remember.
-        fs::metadata(&self.file).map_err(FuseLoopError::at(Step::Resize, &self.file))?;
+        let size_bytes = self.remember_size().map_err(FuseLoopError::at(Step::Remember, &self.file))?;
         let opened = File::open(&path).map_err(FuseLoopError::at(Step::OpenLoop, &path))?;
         // SAFETY: the request takes no argument.
         unsafe { ioctl(opened, NoArg::<{ LOOP_SET_CAPACITY as Opcode }>::new()) }
-            .map_err(FuseLoopError::at(Step::Resize, &path))
+            .map_err(FuseLoopError::at(Step::Resize, &path))?;
+        let sectors = fs::read_to_string(format!("/sys/block/loop{}/size", self.number));
+        match sectors.map_err(FuseLoopError::at(Step::Resize, &path))?.trim().parse::<u64>() {
+            Ok(sectors) if sectors == size_bytes / SECTOR_BYTES => Ok(()),
+            _ => Err(FuseLoopError::at(Step::Resize, &path)(io::Error::other("it has another size"))),
+        }
+    }
+
+    /// Has the kernel remember the size that the file has now, which is the answer. Direct reads end where it believes the file to end, and before
+    /// Linux 6.16 the device takes that size.
+    ///
+    /// What it is told when it asks for the size it drops if a read or a write has ended meanwhile (`fuse_change_attributes`), as on a disk in use
+    /// some always have. What is told of a file whose mode was set it takes in any case (`fuse_do_setattr`); but to set one waits for discards and
+    /// zeroes in flight, so it is asked first.
+    ///
+    /// # Source
+    /// Linux `fs/fuse/inode.c` and `fs/fuse/dir.c`.
+    fn remember_size(&self) -> io::Result<u64> {
+        let size_bytes = fs::metadata(&self.file)?.len();
+        let is_remembered = || {
+            let seen = statx(CWD, &self.file, AtFlags::STATX_DONT_SYNC, StatxFlags::SIZE)?;
+            io::Result::Ok(seen.stx_size == size_bytes)
+        };
+        if is_remembered()? {
+            return Ok(size_bytes);
+        }
+        fs::set_permissions(&self.file, Permissions::from_mode(FILE_MODE.into()))?;
+        if is_remembered()? { Ok(size_bytes) } else { Err(io::Error::other("it remembers another")) }
     }
 
     /// Claims the device unless somebody uses it. Detached by somebody else, it may be anybody's by now, and is left alone.

@@ -6,6 +6,8 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread;
 
 use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, Holder, clean};
 use compcache_block::{Array, BLOCK_BYTES};
@@ -32,6 +34,15 @@ impl LoopOver {
 impl Drop for LoopOver {
     fn drop(&mut self) {
         let _ = Command::new("losetup").arg("-d").arg(&self.0).output();
+    }
+}
+
+/// Tells threads that it is over, also when a test fails.
+struct SetWhenDropped<'a>(&'a AtomicBool);
+
+impl Drop for SetWhenDropped<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
     }
 }
 
@@ -90,6 +101,44 @@ fn a_disk_takes_a_new_size_while_it_is_open() {
     assert!(file.read_exact_at(back.bytes(), 8 * MIB - 4096).is_err(), "the device is smaller already");
     served.disk.resized().unwrap();
     assert_eq!(sectors(served.disk.path()), MIB / 512);
+    drop(file);
+    served.remove();
+}
+
+/// What direct reads reach ends where the kernel believes the served file to end, and what it is told of that is dropped when a read overtakes it.
+#[test]
+fn a_disk_grows_to_its_last_block_while_it_is_read_and_written() {
+    if !can_serve(&[]) {
+        return;
+    }
+    let device = disk(MIB);
+    let served = Served::new(device.clone());
+    let (file, mut bytes) = (served.open(), Aligned::new(BLOCK_BYTES));
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let _over = SetWhenDropped(&over);
+        for worker in 0..8 {
+            let (file, over) = (served.open(), &over);
+            scope.spawn(move || {
+                let (mut random, mut bytes) = (fastrand::Rng::with_seed(worker), Aligned::new(BLOCK_BYTES));
+                while !over.load(Relaxed) {
+                    let offset_bytes = random.u64(..MIB / BLOCK_BYTES as u64) * BLOCK_BYTES as u64;
+                    let done = match worker {
+                        0 => file.write_all_at(bytes.bytes(), offset_bytes),
+                        _ => file.read_exact_at(bytes.bytes(), offset_bytes),
+                    };
+                    done.unwrap();
+                }
+            });
+        }
+        for size_bytes in (1..=2000).map(|blocks| MIB + blocks * BLOCK_BYTES as u64) {
+            device.resize(size_bytes).unwrap();
+            served.disk.resized().unwrap();
+            assert_eq!(sectors(served.disk.path()), size_bytes / 512);
+            let last = file.read_exact_at(bytes.bytes(), size_bytes - BLOCK_BYTES as u64);
+            last.unwrap_or_else(|error| panic!("the last block of {size_bytes} bytes: {error}"));
+        }
+    });
     drop(file);
     served.remove();
 }
