@@ -9,7 +9,8 @@
 //! Ours are known by a mark that the driver keeps for the server, with the server's process id; no file is needed. A device
 //! is served as long as its character device is open, which can be opened once only: so the kernel says whether its server is
 //! alive. It says so for a moment longer than the process lives, because io_uring lets go of files afterwards; if the
-//! process has ended, that moment is waited for.
+//! process has ended, that moment is waited for. Where the character device has no node, as in a container, nobody can say, and the device is left
+//! alone.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -28,6 +29,9 @@ const LIST: &str = "/sys/class/ublk-char";
 
 /// How long the kernel may take to let go of the files of a process that has ended.
 const LET_GO_WITHIN: Duration = Duration::from_secs(5);
+
+/// How long what was opened no more may be there still, being taken away.
+const TAKEN_AWAY_WITHIN: Duration = Duration::from_millis(500);
 
 /// What [`clean`] found.
 #[derive(Debug, Default)]
@@ -89,13 +93,23 @@ fn server_of(word: u64) -> Option<u32> {
     (word & !u64::from(u32::MAX) == MARK).then_some(word as u32)
 }
 
-/// Whether nobody serves the device that is at `path`, as far as is seen by `give_up`.
-fn is_dead<F>(path: &Path, pid: u32, give_up: Instant, open: fn(&Path) -> io::Result<F>) -> Result<bool, UblkError> {
+/// Whether nobody serves the device that is at `path`, as far as is seen by `give_up`. Where it has no node it may be served all the same, as long as
+/// the kernel has it in `list`: a container's /dev has few nodes.
+fn is_dead<F>(
+    path: &Path,
+    list: &Path,
+    pid: u32,
+    give_up: Instant,
+    open: fn(&Path) -> io::Result<F>,
+) -> Result<bool, UblkError> {
     let process = PathBuf::from(format!("/proc/{pid}"));
+    let is_listed = || path.file_name().is_some_and(|name| list.join(name).exists());
     loop {
         match open(path) {
             Ok(_) => return Ok(true),
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                return if is_gone(is_listed) { Ok(true) } else { Err(UblkError::Hidden { path: path.to_owned() }) };
+            }
             Err(error) if error.kind() != ErrorKind::ResourceBusy => {
                 return Err(UblkError::at(Step::Open, path)(error));
             }
@@ -105,17 +119,32 @@ fn is_dead<F>(path: &Path, pid: u32, give_up: Instant, open: fn(&Path) -> io::Re
     }
 }
 
+/// Whether what cannot be opened any more goes, as the kernel takes it away.
+fn is_gone(is_there: impl Fn() -> bool) -> bool {
+    let give_up = Instant::now() + TAKEN_AWAY_WITHIN;
+    while is_there() {
+        if Instant::now() > give_up {
+            return false;
+        }
+        thread::sleep(PAUSE);
+    }
+    true
+}
+
 /// Removes a device of ours if its server is dead; whether it is.
 fn remove(control: &mut Control, number: u32, pid: u32, give_up: Instant) -> Result<bool, UblkError> {
     let open = |path: &Path| OpenOptions::new().read(true).write(true).open(path);
-    if !is_dead(&character_path(number), pid, give_up, open)? {
+    if !is_dead(&character_path(number), Path::new(LIST), pid, give_up, open)? {
         return Ok(false);
     }
     let node = block_node(number);
-    let claimed = match node.claim(|| node.path().exists()) {
+    let claimed = match node.claim(|| node.is_there()) {
         Ok(claimed) => claimed,
         Err(NotClaimed::InUse(by)) => return Err(UblkError::InUse { path: node.path(), by }),
-        // The kernel takes it away at this moment.
+        // The kernel takes it away at this moment; else somebody may use it.
+        Err(NotClaimed::Open(error)) if !is_gone(|| node.is_there()) => {
+            return Err(UblkError::at(Step::Open, &node.path())(error));
+        }
         Err(NotClaimed::Open(_)) => Claim(None),
     };
     control.stop(number).map_err(UblkError::at(Step::Stop, &node.path()))?;
@@ -141,14 +170,35 @@ mod tests {
         const NOBODY: u32 = u32::MAX;
         let busy = |_: &Path| Err::<(), _>(ErrorKind::ResourceBusy.into());
         let (begun, patience) = (Instant::now(), Duration::from_secs(2));
-        let dead = (0..10).map(|number| is_dead(&character_path(number), NOBODY, begun + patience, busy).unwrap());
+        let dead = (0..10)
+            .map(|number| is_dead(&character_path(number), Path::new(LIST), NOBODY, begun + patience, busy).unwrap());
         assert_eq!(dead.filter(|is_dead| *is_dead).count(), 0);
         // One after the other it would be ten times as long.
         assert!((patience..9 * patience).contains(&begun.elapsed()), "it took {:?}", begun.elapsed());
         // Whose process is there is not waited for at all.
         let begun = Instant::now();
-        assert!(!is_dead(&character_path(0), std::process::id(), begun + 100 * patience, busy).unwrap());
+        assert!(
+            !is_dead(&character_path(0), Path::new(LIST), std::process::id(), begun + 100 * patience, busy).unwrap()
+        );
         assert!(begun.elapsed() < 10 * patience);
+    }
+
+    #[test]
+    fn a_device_without_a_node_here_is_not_taken_for_a_dead_servers() {
+        let list = tempfile::tempdir().unwrap();
+        let missing = |_: &Path| Err::<(), _>(ErrorKind::NotFound.into());
+        let is_dead = || is_dead(&character_path(7), list.path(), u32::MAX, Instant::now(), missing);
+        assert!(is_dead().unwrap(), "neither the node nor the device is there");
+        fs::create_dir(list.path().join("ublkc7")).unwrap();
+        let left = is_dead().unwrap_err();
+        assert!(matches!(&left, UblkError::Hidden { path } if *path == character_path(7)), "{left}");
+    }
+
+    #[test]
+    fn a_block_device_that_the_kernel_takes_away_is_waited_for_and_one_that_stays_is_not_gone() {
+        let begun = Instant::now();
+        assert!(is_gone(|| begun.elapsed() < TAKEN_AWAY_WITHIN / 5));
+        assert!(!is_gone(|| true));
     }
 
     #[test]

@@ -41,6 +41,16 @@ pub enum UblkError {
          another transport"
     )]
     PidNamespace,
+    /// A device that some server has made has no node here. It is left alone.
+    #[error(
+        "{} is not there, though the kernel has the device, as in a container: whether its server lives cannot be told, and it stays; \
+         what a dead one has left is removed by a server that is started outside",
+        path.display()
+    )]
+    Hidden {
+        /// Where its node would be.
+        path: PathBuf,
+    },
     /// A step on the way failed. What the steps before it had set up is undone.
     #[error("{}: it was not possible to {step}: {source}", path.display())]
     Step {
