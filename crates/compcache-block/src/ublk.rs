@@ -310,7 +310,7 @@ impl Ublk {
     ///
     /// # Errors
     /// The disk is given back. [`UblkError::InUse`]: nothing was changed. [`UblkError::Step`]: some of it is removed, and
-    /// calling again goes on from there.
+    /// calling again goes on from there; but what is left after [`Step::Delete`] is no disk of ours any more, and [`clean`] removes it.
     pub fn remove(self) -> Result<(), Box<NotRemoved>> {
         match self.claim_if_there() {
             Ok(claim) => self.remove_claimed(claim),
@@ -352,12 +352,12 @@ impl Ublk {
             self.turn = Some(take_turn()?);
         }
         self.character = None;
-        // From here on the number is not ours: if it is not free yet, it will be when its last user closes it, and then another device's.
+        // From here on the number is not ours: if it is not free yet, it will be when its last user closes it, and then another device's. That
+        // holds after an error, too: one may come of what is waited for when the device is gone.
         let deleted = control.delete(self.number, DELETED_WITHIN);
-        self.turn = None;
-        deleted.map_err(UblkError::at(Step::Delete, &self.path))?;
         self.removed = true;
-        Ok(())
+        self.turn = None;
+        deleted.map_err(UblkError::at(Step::Delete, &self.path)).map(drop)
     }
 }
 
