@@ -15,11 +15,12 @@ use std::time::Instant;
 
 use linux_raw_sys::general::O_DIRECT;
 use linux_raw_sys::loop_device::{
-    LO_FLAGS_DIRECT_IO, LOOP_CLR_FD, LOOP_CONFIGURE, LOOP_CTL_GET_FREE, LOOP_SET_CAPACITY, loop_config, loop_info64,
+    LO_FLAGS_DIRECT_IO, LOOP_CLR_FD, LOOP_CONFIGURE, LOOP_CTL_GET_FREE, LOOP_GET_STATUS64, LOOP_SET_CAPACITY,
+    loop_config, loop_info64,
 };
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
-use rustix::ioctl::{Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl};
+use rustix::ioctl::{Getter, Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl};
 
 use super::error::{FuseLoopError, Step};
 use super::file::FILE_MODE;
@@ -211,6 +212,18 @@ pub(super) const CONTROL: &str = "/dev/loop-control";
 /// Whether a device passes flushes on, and what it says then.
 const WRITE_CACHE: &str = "queue/write_cache";
 const WRITE_BACK: &str = "write back";
+
+/// The number of the block device that a loop device, anybody's, is over; or of that which the file system is on that has its file. The latter is of no
+/// device (its major number is 0) where the file system is on several, or on none.
+///
+/// # Errors
+/// It cannot be opened, or is over nothing.
+pub fn lies_on(device: &Path) -> io::Result<u64> {
+    let opened = File::open(device)?;
+    // SAFETY: the request writes one `struct loop_info64`, whose size is asserted above and is that of the value it is given.
+    let info = unsafe { ioctl(opened, Getter::<{ LOOP_GET_STATUS64 as Opcode }, loop_info64>::new()) }?;
+    Ok(if info.lo_rdevice != 0 { info.lo_rdevice } else { info.lo_device })
+}
 
 /// An attribute of a loop device that is in use.
 fn attribute(number: u32, name: &str) -> Option<PathBuf> {

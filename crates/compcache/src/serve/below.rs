@@ -1,11 +1,14 @@
-//! What a device or a file lies on, as far as the kernel shows it: under partitions, the device mapper and md, and the file system a file is
-//! on. What lies behind a file under a loop device, or behind a network, is believed to be somebody else's.
+//! What a device or a file lies on, as far as the kernel shows it: under partitions, the device mapper, md and loop devices, and the file system a
+//! file is on. What lies behind a file system that is on no device, a network's or one in user space, is believed to be somebody else's.
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
+use compcache_block::fuse_loop;
 use compcache_fuse::{mounts, table_of_mounts};
 use rustix::fs::{major, minor};
 
@@ -69,6 +72,18 @@ fn found_at(place: &Path, is_it: &dyn Fn(&str) -> bool) -> Option<String> {
     let below = [place.join("slaves"), place.parent()?.join("slaves")];
     let mut below = below.iter().filter_map(|slaves| fs::read_dir(slaves).ok()).flatten().flatten();
     own.or_else(|| below.find_map(|slave| found_at(&fs::canonicalize(slave.path()).ok()?, is_it)))
+        .or_else(|| found_under(under_loop(place)?, is_it))
+}
+
+/// What a loop device, or one of which this is a partition, is over, or has its file on.
+fn under_loop(place: &Path) -> Option<u64> {
+    let name = place.iter().filter_map(|name| name.to_str()).find(|name| is_of_kind(name, "loop"))?;
+    let device = fuse_loop::lies_on(&Path::new("/dev").join(name)).ok()?;
+    if major(device) != 0 {
+        return Some(device);
+    }
+    let file = fs::read(format!("/sys/block/{name}/loop/backing_file")).ok()?;
+    device_under(Path::new(OsStr::from_bytes(file.strip_suffix(b"\n")?)))
 }
 
 /// The disk or a partition: `loop7`, also `loop7p1`.

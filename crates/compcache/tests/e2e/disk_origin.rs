@@ -208,6 +208,35 @@ fn a_block_device_is_an_origin_and_nobody_elses_meanwhile() {
     drop(mounted);
 }
 
+/// The server would wait for itself.
+#[test]
+fn a_loop_device_over_a_file_on_a_disk_of_the_same_server_is_no_origin_and_no_backing() {
+    if !requires(&NEEDED) {
+        return;
+    }
+    let server = Server::start(&["--memory", "64M"]);
+    let (mounted, at) = place(server.directory.path(), "mnt");
+    let create = ["disk", "create", "--name", "a", "--size", "64M", "--transport", "loop", "--mkfs", "ext4"];
+    let disk = server.ok(&[&create[..], &["--mount", &at]].concat()).trim().to_owned();
+    let image = format!("{at}/image");
+    run("truncate", &["-s", "16M", &image]);
+    let refuses = |device: &str| {
+        let words = [device, "a disk of this server", "wait for itself", &disk];
+        server.refuses(&["disk", "create", "--transport", "nbd", "--origin", device], &words);
+        server.refuses(&["disk", "create", "--size", "64M", "--transport", "nbd", "--backing", device], &words);
+    };
+    {
+        let over = LoopDevice::over(&image);
+        refuses(&over.0);
+        refuses(&LoopDevice::over(&over.0).0);
+    }
+    assert_eq!(server.ok(&["list"]).lines().count(), 2);
+    run("umount", &[&at]);
+    await_unmounted(&disk);
+    server.ok(&["disk", "rm", "a"]);
+    drop(mounted);
+}
+
 #[test]
 fn an_origin_that_cannot_be_had_is_refused_with_the_reason_and_stays_as_it_is() {
     let server = Server::start(&["--memory", "32M"]);
