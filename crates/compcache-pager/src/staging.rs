@@ -209,7 +209,7 @@ impl Staging {
     /// Whether an address is a frame's, in a group where nothing else can be.
     pub fn owns(&self, address: usize) -> bool {
         let group = address.wrapping_sub(self.start) / (GROUP * PAGE);
-        group < GROUPS_MAX && !self.retired[group]
+        group < self.groups_max && !self.retired[group]
     }
 
     /// Takes neighbouring empty groups: one to `most`.
