@@ -8,7 +8,7 @@
 //! | the tree has                        | and                                  | we                     |
 //! |-------------------------------------|--------------------------------------|------------------------|
 //! | less than seven eighths             |                                      | look again when it could have more |
-//! | more                                | no pager is behind, or it is tolerated | look again in [`NEAR`] |
+//! | more                                | no pager is behind, or it is tolerated | look again soon        |
 //! | too much                            | a pager is behind                    | stop, and look again and again |
 //! | too much                            | nothing more can leave               | leave it alone ([S9])  |
 //!
@@ -33,10 +33,12 @@ const PAGE_BYTES: u64 = 4096;
 
 /// One of so many parts of the limit may be too much before anybody is stopped; the gap is a tenth.
 const TOLERATED_SHARE: u64 = 128;
-/// Of so many processes it is looked what each has; of more, what they say.
-const LOOKED_AT_MAX: usize = 64;
-/// Between two looks while little is left; while more is, how fast that may become little.
+/// A process that says that it has so large a part of the limit is looked at; the others are believed.
+const LARGE_SHARE: u64 = 16;
+/// Between two looks while little is left, and while that stays as it is; while more is left, how fast that may become little.
 const NEAR: Duration = Duration::from_millis(5);
+const NEAR_AND_STEADY: Duration = Duration::from_millis(20);
+const STEADY_SHARE: u64 = 256;
 const GROWTH_BYTES_PER_S: u64 = 2 << 30;
 /// How long nobody runs, and how long they run, at most and at least.
 const HOLD: Duration = Duration::from_millis(100);
@@ -62,13 +64,15 @@ pub struct Brake {
     program: i32,
     namespace: Option<u64>,
     held: Vec<Held>,
+    /// What the tree had at the last look, bytes, and how long after it the next one was to be.
+    last: (u64, Duration),
 }
 
 impl Brake {
     /// Nobody yet.
     pub fn new(program: Pid) -> Brake {
         let namespace = stat("/proc/self/ns/pid").ok().map(|stat| stat.st_ino);
-        Brake { program: program.as_raw_nonzero().get(), namespace, held: Vec::new() }
+        Brake { program: program.as_raw_nonzero().get(), namespace, held: Vec::new(), last: (0, NEAR) }
     }
 
     /// Stops those who get too much too fast, for a moment. Returns when to come again.
@@ -79,7 +83,8 @@ impl Brake {
         }
         let limit = region.header.ram_limit_bytes.load(Relaxed);
         let totals = region.totals();
-        let left = limit.saturating_sub(totals.resident_bytes + totals.ours_bytes);
+        let total = totals.resident_bytes + totals.ours_bytes;
+        let left = limit.saturating_sub(total);
         if limit == 0 {
             return FAR;
         }
@@ -97,8 +102,12 @@ impl Brake {
             sleep(STEP);
         }
         if self.held.is_empty() {
-            return NEAR;
+            let is_steady = total.abs_diff(self.last.0) < limit / STEADY_SHARE;
+            let nap = if is_steady { (self.last.1 * 2).min(NEAR_AND_STEADY) } else { NEAR };
+            self.last = (total, nap);
+            return nap;
         }
+        self.last = (total, NEAR);
         region.header.held_ns.fetch_add(begun.elapsed().as_nanos() as u64, Relaxed);
         self.let_go();
         RUN
@@ -106,18 +115,17 @@ impl Brake {
 
     /// The processes whose pagers have more to do, if the tree has too much.
     fn behind<'r>(&self, region: &'r Region, limit: u64) -> Vec<&'r ProcessSlot> {
-        let living: Vec<_> = region.living().collect();
         let (mut all, mut behind) = (0, Vec::new());
-        for slot in &living {
+        for slot in region.living() {
             let told = slot.gauges.resident_bytes.load(Relaxed) + slot.gauges.ours_bytes.load(Relaxed);
             let is_here = Some(slot.pid_namespace.load(Relaxed)) == self.namespace;
-            let may_look = is_here && living.len() <= LOOKED_AT_MAX;
-            let has = if may_look { anonymous_bytes(slot.pid.load(Acquire)) } else { None };
+            let has =
+                if is_here && told >= limit / LARGE_SHARE { anonymous_bytes(slot.pid.load(Acquire)) } else { None };
             let has = has.unwrap_or(0).max(told);
             all += has;
             // Where it has had no processor, it may not know yet.
             if is_here && (slot.is_behind.load(Relaxed) != 0 || has > told + limit / TOLERATED_SHARE) {
-                behind.push(*slot);
+                behind.push(slot);
             }
         }
         if all > limit + limit / TOLERATED_SHARE { behind } else { Vec::new() }
