@@ -22,7 +22,10 @@ pub enum DeviceError {
         size_bytes: u64,
     },
     /// The size is not a multiple of a block, or larger than the device can be. The device is as it was.
-    #[error("{size_bytes} bytes is no size: not a multiple of 4096, or more than {size_bytes_max}")]
+    #[error(
+        "{size_bytes} bytes is no size: {}",
+        if size_bytes > size_bytes_max { format!("the most is {size_bytes_max}") } else { "not a multiple of 4096".into() }
+    )]
     BadSize {
         /// The size asked for.
         size_bytes: u64,

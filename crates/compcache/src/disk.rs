@@ -23,7 +23,7 @@ use crate::control::{
 };
 use crate::kernel::ram_bytes;
 use crate::mount;
-use crate::run::{STATUS_FAILED, say};
+use crate::run::{STATUS_FAILED, say, why};
 use crate::size::{Shown, Size};
 
 /// Of the cache of a disk with an origin, unless told otherwise.
@@ -353,7 +353,7 @@ pub fn ended(printed: anyhow::Result<String>) -> ExitCode {
             _ => ExitCode::SUCCESS,
         },
         Err(error) => {
-            say(&format!("compcache: {error:#}\n"));
+            say(&format!("compcache: {}\n", why(&error)));
             STATUS_FAILED.into()
         }
     }

@@ -29,7 +29,7 @@ use crate::disk::ended;
 use crate::end_signals::EndSignals;
 use crate::file_size;
 use crate::kernel::{self, ram_bytes};
-use crate::run::{STATUS_FAILED, say};
+use crate::run::{STATUS_FAILED, say, why};
 use crate::serve::notify;
 use crate::size::{Shown, Size};
 
@@ -48,7 +48,7 @@ pub fn mount(args: MountArgs, arguments: &[OsString]) -> ExitCode {
     match served {
         Ok(status) => status,
         Err(error) => {
-            say(&format!("compcache: {error:#}\n"));
+            say(&format!("compcache: {}\n", why(&error)));
             STATUS_FAILED.into()
         }
     }

@@ -9,7 +9,7 @@ use clap_complete::Shell;
 
 use crate::cli::Cli;
 use crate::disk::ended;
-use crate::run::{STATUS_FAILED, say};
+use crate::run::{STATUS_FAILED, say, why};
 
 /// Prints the completions for `shell`.
 pub fn completions(shell: Shell) -> ExitCode {
@@ -26,7 +26,7 @@ pub fn man(dir: &Path) -> ExitCode {
     match written {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            say(&format!("compcache: {error:#}\n"));
+            say(&format!("compcache: {}\n", why(&error)));
             STATUS_FAILED.into()
         }
     }

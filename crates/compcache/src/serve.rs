@@ -54,7 +54,7 @@ use crate::control::{Control, default_socket};
 use crate::end_signals::EndSignals;
 use crate::file_size;
 use crate::kernel::{clock_ns, ram_bytes};
-use crate::run::{STATUS_FAILED, say};
+use crate::run::{STATUS_FAILED, say, why};
 use crate::serve::cold::Cold;
 use crate::serve::disks::Disks;
 use crate::serve::safe::Safety;
@@ -82,7 +82,7 @@ pub fn serve(args: &ServeArgs, arguments: &[OsString]) -> ExitCode {
     match served {
         Ok(status) => status,
         Err(error) => {
-            say(&format!("compcache: {error:#}\n"));
+            say(&format!("compcache: {}\n", why(&error)));
             STATUS_FAILED.into()
         }
     }

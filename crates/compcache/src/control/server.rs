@@ -18,6 +18,7 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::geteuid;
 
 use super::{LINE_BYTES_MAX, Reply, Request, from_line, to_line};
+use crate::run::why;
 
 /// Who has connected must say something at least so often, and take the answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -190,7 +191,7 @@ fn converse(stream: &UnixStream, served: &dyn Served) {
             // Said only now: a connection that is closed with a question unread loses the answer as well.
             Ok(_) if !may_ask => Reply::Failed { why: NOT_YOURS.into() },
             Ok(request) => served.serve(request, &Asker(stream)),
-            Err(error) => Reply::Failed { why: format!("{error:#}") },
+            Err(error) => Reply::Failed { why: why(&error) },
         };
         let unsaid = |error| Reply::Failed { why: format!("what came of it cannot be said: {error}") };
         let line = to_line(reply).or_else(|error| to_line(unsaid(error)));

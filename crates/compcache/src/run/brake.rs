@@ -10,7 +10,7 @@
 //! | less than seven eighths             |                                      | look again when it could have more |
 //! | more                                | no pager is behind, or it is tolerated | look again soon        |
 //! | too much                            | a pager is behind                    | stop, and look again and again |
-//! | too much                            | nothing more can leave               | leave it alone ([S9])  |
+//! | too much                            | nothing more can leave               | leave it alone         |
 //!
 //! Its parent sees nothing of that, nor who waits for it, as he would of SIGSTOP. A thread that is being stopped goes on with what it was waiting for, but for the few calls that end
 //! with EINTR whenever a thread was stopped (epoll_wait(2), see signal(7)); so only threads that run are. Where ptrace(2) is refused (by Yama, by a filter, since a debugger is

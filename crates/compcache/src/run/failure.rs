@@ -19,6 +19,19 @@ pub fn say(text: &str) {
     from_background(|| _ = std::io::stderr().write_all(text.as_bytes()));
 }
 
+/// What failed, and why, each once: some errors name their source themselves.
+pub fn why(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for part in error.chain().map(ToString::to_string).filter(|part| !part.is_empty()) {
+        if text.is_empty() {
+            text = part;
+        } else if !text.contains(&part) {
+            text = format!("{text}: {part}");
+        }
+    }
+    text
+}
+
 /// A reason not to have run the program.
 #[derive(Debug)]
 pub struct Failure {
@@ -44,24 +57,35 @@ impl Failure {
 
     /// The same failure, with words before it.
     pub fn about(self, words: String) -> Self {
-        Self { error: anyhow::Error::msg(format!("{words} {:#}", self.error)), ..self }
+        Self { error: anyhow::Error::msg(format!("{words} {}", why(&self.error))), ..self }
     }
 
     /// Says it on standard error.
     pub fn report(&self) -> ExitCode {
-        say(&format!("compcache: {:#}\n", self.error));
+        say(&format!("compcache: {}\n", why(&self.error)));
         self.status.into()
     }
 
     /// What is said.
     #[cfg(test)]
     pub fn message(&self) -> String {
-        format!("{:#}", self.error)
+        why(&self.error)
     }
 }
 
 impl From<anyhow::Error> for Failure {
     fn from(error: anyhow::Error) -> Self {
         Self { status: STATUS_FAILED, error }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_that_an_error_names_itself_is_told_once() {
+        let inner = anyhow::Error::msg("no such file").context("cannot listen: no such file").context("at x");
+        assert_eq!(why(&inner), "at x: cannot listen: no such file");
     }
 }

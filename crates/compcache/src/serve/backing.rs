@@ -114,6 +114,9 @@ impl DiskBacking {
             Ok(there) if there.is_dir() => {
                 bail!("{} is a directory; name a file in it that is not there yet", path.display())
             }
+            Ok(there) if !there.is_file() => {
+                bail!("{} is neither a block device nor a file: name one that is not there yet", path.display())
+            }
             Ok(_) => bail!("{} is there already; a backing is made anew: name another, or remove it", path.display()),
             Err(_) => (make_file(&path)?, u64::MAX),
         };

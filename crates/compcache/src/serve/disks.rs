@@ -16,6 +16,7 @@ use crate::control::{
 };
 use crate::disk::NOT_RECOMPRESSED;
 use crate::kernel::ram_bytes;
+use crate::run::why;
 use crate::serve::backing::{self, DiskBacking};
 use crate::serve::cold::{Cold, Done};
 use crate::serve::origin::DiskOrigin;
@@ -517,7 +518,7 @@ impl Served for Disks {
             }
             Request::Remove { name, force } => self.remove(&name, force).map(|()| Reply::Done),
         };
-        reply.unwrap_or_else(|error| Reply::Failed { why: format!("{error:#}") })
+        reply.unwrap_or_else(|error| Reply::Failed { why: why(&error) })
     }
 }
 
