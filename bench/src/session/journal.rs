@@ -48,6 +48,10 @@ pub fn state_directory() -> PathBuf {
 /// # Errors
 /// It is not the caller's, or others may have written to it. It is as it was.
 pub fn make_own(directory: &Path) -> Result<()> {
+    if let Some(parent) = directory.parent() {
+        // A machine of ours may have no /run.
+        fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
+    }
     match DirBuilder::new().mode(0o700).create(directory) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         made => return made.with_context(|| format!("cannot make {}", directory.display())),
