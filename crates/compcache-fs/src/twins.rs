@@ -8,7 +8,6 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::inotify::{CreateFlags, Reader, WatchFlags, add_watch, init, remove_watch};
 use rustix::fs::{FileType, Statx};
-use rustix::io;
 
 use crate::kinds::Kind;
 
@@ -33,16 +32,15 @@ impl Comparison {
         let watch = |fd: BorrowedFd<'_>| {
             add_watch(&*watches, format!("/proc/self/fd/{}", fd.as_raw_fd()), WatchFlags::MOVE_SELF)
         };
-        let unwatch = |watch: io::Result<i32>| watch.is_ok_and(|watch| remove_watch(&*watches, watch).is_ok());
-        let watched = watch(one.as_fd());
-        let is_same = |other: &T| {
-            let other = watch(other.as_fd());
-            watched.is_ok() && other == watched || {
+        let unwatch = |watch| _ = remove_watch(&*watches, watch);
+        let watched = watch(one.as_fd()).ok()?;
+        let same = all.find(|other| {
+            let Ok(other) = watch(other.as_fd()) else { return false };
+            if other != watched {
                 unwatch(other);
-                false
             }
-        };
-        let same = if watched.is_ok() { all.find(is_same) } else { None };
+            other == watched
+        });
         unwatch(watched);
         // What they tell is that they have gone.
         let mut events = [MaybeUninit::uninit(); 4096];

@@ -103,5 +103,6 @@ mod uffd;
 mod unseen;
 mod waits;
 
+pub use process::anonymous_pages;
 pub use remap::Kernel as RemapKernel;
 pub use sys::{Errno, abort, call6 as system_call, end_process, end_thread, read_own_memory};

@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::OsString;
-use std::fs::{self, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, Read, pipe};
 use std::process::{Command, ExitCode};
 
@@ -13,7 +13,7 @@ use anyhow::{Context, bail};
 use rustix::process::setsid;
 use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout, stdin};
 
-use crate::run::STATUS_FAILED;
+use crate::run::{STATUS_FAILED, descriptors};
 
 /// Has what `arguments` (of this program, its name first) ask for served by another process, which finds `--background-inner` for
 /// `--background`; returns when that can be used, or has said why not and ended.
@@ -43,12 +43,9 @@ pub fn start(arguments: &[OsString]) -> anyhow::Result<ExitCode> {
 
 /// Has what this process was given beside the three standard descriptors closed in what it starts: the other end of a pipe, a lock.
 fn inherit_nothing() -> io::Result<()> {
-    for entry in fs::read_dir("/proc/self/fd")? {
-        let number = entry?.file_name().to_str().and_then(|name| name.parse().ok());
-        if let Some(number) = number.filter(|number| *number > libc::STDERR_FILENO) {
-            // SAFETY: it changes what becomes of a descriptor at exec, of one that is open.
-            unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) };
-        }
+    for number in descriptors()? {
+        // SAFETY: it changes what becomes of a descriptor at exec.
+        unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) };
     }
     Ok(())
 }

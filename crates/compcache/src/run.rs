@@ -32,7 +32,7 @@ use anyhow::Context;
 
 pub use failure::{STATUS_FAILED, say, why};
 pub use preflight::{explain as explain_refusal, find_object, rehearse};
-pub use signals::{die_by, was_ignored};
+pub use signals::{descriptors, die_by, was_ignored};
 
 use crate::cli::{Recompress, RunArgs};
 use crate::run::failure::Failure;

@@ -18,18 +18,21 @@
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
-use std::fs;
+use std::fs::{self, File};
 use std::mem::zeroed;
+use std::os::fd::AsFd;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use compcache_pager::anonymous_pages;
+use compcache_pager::memory::PAGE;
 use compcache_pager::shared::{ProcessSlot, Region};
 use rustix::fs::stat;
 use rustix::process::{Pid, WaitStatus};
 
-const PAGE_BYTES: u64 = 4096;
+use crate::run::signals::state_of;
 
 /// One of so many parts of the limit may be too much before anybody is stopped; the gap is a tenth.
 const TOLERATED_SHARE: u64 = 128;
@@ -243,15 +246,10 @@ fn detach(thread: i32, status: i32) -> bool {
 }
 
 fn runs(process: i32, thread: i32) -> bool {
-    let stat = fs::read(format!("/proc/{process}/task/{thread}/stat")).unwrap_or_default();
-    // The name before it may have any bytes in it.
-    let name_ends = stat.iter().rposition(|byte| *byte == b')');
-    name_ends.is_some_and(|end| stat.get(end + 2) == Some(&b'R'))
+    state_of(&format!("/proc/{process}/task/{thread}")) == Some(b'R')
 }
 
 fn anonymous_bytes(process: u32) -> Option<u64> {
-    let statm = fs::read_to_string(format!("/proc/{process}/statm")).ok()?;
-    let mut numbers = statm.split(' ').skip(1).map_while(|number| number.parse::<u64>().ok());
-    let (resident, shared) = (numbers.next()?, numbers.next()?);
-    Some(resident.saturating_sub(shared) * PAGE_BYTES)
+    let statm = File::open(format!("/proc/{process}/statm")).ok()?;
+    Some(anonymous_pages(statm.as_fd())? * PAGE as u64)
 }

@@ -97,6 +97,7 @@ pub struct Stats {
     /// For how long processes were held up, since more memory came than could leave, seconds.
     pub held_s: f64,
     /// The pools' codec is zstd.
+    #[serde(skip)]
     pub is_zstd: bool,
     /// The program's status as a shell shows it, at the end.
     pub exit_status: Option<i32>,

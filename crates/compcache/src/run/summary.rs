@@ -113,7 +113,7 @@ fn write_screen(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
 
 /// Whoever sends SIGKILL does not say why; the kernel may have, for lack of memory.
 fn write_kill(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
-    let is_near = stats.total_peak_bytes > stats.ram_limit_bytes - stats.ram_limit_bytes / 8;
+    let is_near = stats.ram_limit_bytes != 0 && stats.total_peak_bytes > stats.ram_limit_bytes / 8 * 7;
     if stats.exit_status != Some(KILLED_STATUS) || !is_near {
         return Ok(());
     }
@@ -273,6 +273,9 @@ mod tests {
         let killed =
             |total_peak_bytes| render(&Stats { exit_status: Some(KILLED_STATUS), total_peak_bytes, ..stats() }, "sort");
         assert!(killed(510 * MIB).contains("--ram 448M") && !killed(100 * MIB).contains("SIGKILL"));
+        let by_resident =
+            Stats { exit_status: Some(KILLED_STATUS), ram_limit_bytes: 0, resident_limit_bytes: 512 * MIB, ..stats() };
+        assert!(!render(&by_resident, "sort").contains("--ram"), "there is none");
     }
 
     #[test]

@@ -98,6 +98,15 @@ pub fn spawn(command: &mut Command, then: impl FnOnce() -> io::Result<()>) -> io
     then.map(|()| child)
 }
 
+/// What this process has open beside the three standard descriptors; one of these is closed by then.
+///
+/// # Errors
+/// There is no /proc.
+pub fn descriptors() -> io::Result<Vec<i32>> {
+    let names = fs::read_dir("/proc/self/fd")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    Ok(names.filter(|number| *number > libc::STDERR_FILENO).collect())
+}
+
 /// Lets go of what this process has inherited and the program has now: when the program closes one end of a pipe, or a socket, who is at the other end shall see that. Standard
 /// error stays, for what there is to say.
 ///
@@ -108,10 +117,9 @@ pub fn let_go() -> io::Result<()> {
     let is_inherited = |number: &i32| {
         // SAFETY: it reads a flag.
         let flags = unsafe { libc::fcntl(*number, libc::F_GETFD) };
-        *number > libc::STDERR_FILENO && flags >= 0 && flags & libc::FD_CLOEXEC == 0
+        flags >= 0 && flags & libc::FD_CLOEXEC == 0
     };
-    let names = fs::read_dir("/proc/self/fd")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    for number in names.filter(is_inherited).collect::<Vec<i32>>() {
+    for number in descriptors()?.into_iter().filter(is_inherited) {
         // SAFETY: nothing here knows of it.
         unsafe { libc::close(number) };
     }
