@@ -17,9 +17,9 @@
 
 mod journal;
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -149,8 +149,7 @@ impl Session {
         let session = Session { directory, journal_path, guard, noted: Mutex::new(noted), _machine: machine };
         // Noted after the act: before it, it could be another user's, who knows its name. Should the process die in between,
         // it is found by that.
-        let made = DirBuilder::new().mode(0o700).create(&session.directory);
-        made.with_context(|| format!("cannot make {}", session.directory.display()))?;
+        journal::make_new(&session.directory)?;
         session.note(Undo::Directory(session.directory.clone()))?;
         Ok(session)
     }

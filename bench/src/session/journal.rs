@@ -43,18 +43,26 @@ pub fn state_directory() -> PathBuf {
     }
 }
 
+/// Makes `directory` for the caller alone, which must not be there; what it lies in may have to be made as well, in an emulated machine.
+///
+/// # Errors
+/// It is there, or cannot be made.
+pub fn make_new(directory: &Path) -> Result<()> {
+    if let Some(parent) = directory.parent() {
+        fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
+    }
+    let made = DirBuilder::new().mode(0o700).create(directory);
+    made.with_context(|| format!("cannot make {}", directory.display()))
+}
+
 /// Makes `directory` for the caller alone, or takes the one that is there.
 ///
 /// # Errors
 /// It is not the caller's, or others may have written to it. It is as it was.
 pub fn make_own(directory: &Path) -> Result<()> {
-    if let Some(parent) = directory.parent() {
-        // A machine of ours may have no /run.
-        fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
-    }
-    match DirBuilder::new().mode(0o700).create(directory) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-        made => return made.with_context(|| format!("cannot make {}", directory.display())),
+    match make_new(directory) {
+        Err(_) if fs::symlink_metadata(directory).is_ok() => {}
+        made => return made,
     }
     let found = fs::symlink_metadata(directory)?;
     let path = directory.display();
