@@ -79,11 +79,11 @@ pub enum Command {
 #[command(after_help = NOTES)]
 pub struct RunArgs {
     /// Limit on all memory: what stays resident and everything of ours [default: nine tenths of the memory cgroup's limit]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub ram: Option<Size>,
 
     /// Limit on the resident part alone, as a memory cgroup beside compressed swap would set it
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub resident: Option<Size>,
 
     /// Write what does not fit into --ram, compressed and sealed, to files without names in this directory, or beside this file
@@ -94,7 +94,7 @@ pub struct RunArgs {
     pub spill: Option<PathBuf>,
 
     /// The most that these files may take together [default: sixteen times --ram for each process]
-    #[arg(long, value_name = "SIZE", requires = "spill")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true, requires = "spill")]
     pub spill_max: Option<Size>,
 
     /// lz4 is faster; zstd or zstd:LEVEL makes the pages smaller (levels 1 to 19 and -1 to -7; 1 if none is given)
@@ -168,7 +168,7 @@ pub struct ServeArgs {
 
     /// Limit on the memory that all disks take together; a percentage is of the memory cgroup's limit, if that is lower
     /// [default: 50%, and 80% from when a disk without a backing is swapped to]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub memory: Option<Size>,
 
     /// Return when it can be asked, and go on in the background. What it would say later (that a backing is full, why it does not end) nobody hears
@@ -205,18 +205,18 @@ pub enum DiskCommand {
 #[derive(Args)]
 pub struct BackingArgs {
     /// The most room it may take there [default: enough for all of the disk, or all of the device]
-    #[arg(long, value_name = "SIZE", requires = "backing")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true, requires = "backing")]
     pub backing_max: Option<Size>,
 
     /// How much is written there at a time, 64K to 16M; the server takes four times as much memory for it, for swap six times [default: 1M,
     /// for swap 256K, less for a small backing]
-    #[arg(long, value_name = "SIZE", requires = "backing")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true, requires = "backing")]
     pub backing_batch: Option<Size>,
 
     /// The most that may be written there in any 24 hours, for flash, which wears out: whole batches, what is moved to make room
     /// too. When it is written, blocks stay in memory until time has passed, and what does not fit is refused. 0: nothing at all
     /// [default: as much as there is]
-    #[arg(long, value_name = "SIZE", requires = "backing")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true, requires = "backing")]
     pub backing_daily: Option<Size>,
 
     /// Also if there is something on the device, which is then lost
@@ -238,7 +238,13 @@ pub struct CreateArgs {
     pub name: Option<String>,
 
     /// How much its users can write, uncompressed
-    #[arg(long, value_name = "SIZE", required_unless_present = "origin", conflicts_with = "origin")]
+    #[arg(
+        long,
+        value_name = "SIZE",
+        allow_hyphen_values = true,
+        required_unless_present = "origin",
+        conflicts_with = "origin"
+    )]
     pub size: Option<Size>,
 
     /// Show this block device or file instead, and keep compressed what is read of it: writes go through to it before they are
@@ -247,12 +253,12 @@ pub struct CreateArgs {
     pub origin: Option<PathBuf>,
 
     /// The most memory that pages of the origin, tables and index take, beside what the server's other disks take [default: 10%]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub memory: Option<Size>,
 
     /// Limit on the memory it takes; what goes beyond is refused (ENOSPC), or leaves for --backing. 0 is none but the server's
     /// [default: 0]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub limit: Option<Size>,
 
     /// Where blocks go that do not fit in memory, compressed and encrypted with a key that only the server has: a file, which
@@ -320,12 +326,12 @@ pub struct SwapOnArgs {
     pub name: Option<String>,
 
     /// How much can be swapped out, uncompressed
-    #[arg(long, value_name = "SIZE", default_value = "50%")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true, default_value = "50%")]
     pub size: Size,
 
     /// Limit on the memory it takes; what goes beyond stays in memory, or goes to other swap or --backing. 0 is none but the
     /// server's [default: 0]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub limit: Option<Size>,
 
     /// Where pages go that do not fit in memory, compressed and encrypted with a key that only the server has: a disk, partition or
@@ -397,7 +403,7 @@ pub struct MountArgs {
     pub target: PathBuf,
 
     /// The most memory that pages, tables and index take, 1M or more
-    #[arg(long, value_name = "SIZE", default_value = "10%")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true, default_value = "10%")]
     pub memory: Size,
 
     /// lz4 is faster; zstd or zstd:LEVEL makes the pages smaller (levels 1 to 19 and -1 to -7; 1 if none is given)
@@ -498,7 +504,7 @@ pub struct RemountArgs {
     pub target: PathBuf,
 
     /// Its new limit, 1M or more; what does not fit any more is dropped. 0: nothing is kept
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub memory: Option<Size>,
 
     /// What it compresses from now on with; what it holds stays as it is
@@ -566,7 +572,7 @@ pub struct ChangeArgs {
 
     /// Its new limit, 0 for none. Below what it takes already, writes are refused until enough was discarded, or has left for its backing;
     /// nothing is lost. With an origin it is that of the cache, which drops what does not fit
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub limit: Option<Size>,
 
     /// Blocks leave for its backing when it takes more than this share of its limit, or all disks of the server's: 10% to 95%, and until ten

@@ -28,6 +28,8 @@ use crate::size::{Shown, Size};
 
 /// Of the cache of a disk with an origin, unless told otherwise.
 const CACHE_SIZE: Size = Size::PercentOfRam(10.0);
+/// Less memory holds no blocks to speak of beside their tables.
+pub const LEAST_BYTES: u64 = 1 << 20;
 
 /// Of what was said of blocks that nobody compresses again.
 pub const NOT_RECOMPRESSED: &str =
@@ -110,7 +112,7 @@ fn create(args: CreateArgs, caught: &Caught) -> anyhow::Result<String> {
         // With an origin it is the origin's.
         size_bytes: args.size.map_or(0, |size| whole_blocks(size.bytes(ram_bytes))),
         codec: args.codec.to_string(),
-        limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes)),
+        limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes)).transpose()?,
         at,
         for_swap: false,
         unprotected: false,
@@ -232,7 +234,7 @@ fn change(args: &ChangeArgs) -> anyhow::Result<String> {
     let backing = BackingChange { above_percent: args.reclaim_above, daily_bytes };
     let change = Change {
         name: args.name.clone(),
-        limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes())),
+        limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes())).transpose()?,
         codec: args.codec.map(|codec| codec.to_string()),
         backing: (backing != BackingChange::default()).then_some(backing),
         recompress: args.recompress.map(|level| level.to_string()),
@@ -322,10 +324,16 @@ pub fn whole_blocks(bytes: u64) -> u64 {
 }
 
 /// Zero is no limit, as it is for zram.
-pub fn limit_bytes(limit: Size, ram_bytes: u64) -> u64 {
+///
+/// # Errors
+/// There would be no room for anything: a unit was forgotten, most likely.
+pub fn limit_bytes(limit: Size, ram_bytes: u64) -> anyhow::Result<u64> {
     match limit.bytes(ram_bytes) {
-        0 => u64::MAX,
-        bytes => bytes,
+        0 => Ok(u64::MAX),
+        bytes if bytes < LEAST_BYTES => {
+            bail!("--limit {} is too little to be of use; write 1M or more, or 0 for none", Shown(bytes))
+        }
+        bytes => Ok(bytes),
     }
 }
 

@@ -51,6 +51,7 @@ use crate::background;
 use crate::cgroup;
 use crate::cli::ServeArgs;
 use crate::control::{Control, default_socket};
+use crate::disk::LEAST_BYTES;
 use crate::end_signals::EndSignals;
 use crate::file_size;
 use crate::kernel::{clock_ns, ram_bytes};
@@ -147,7 +148,9 @@ impl Limits {
         let here = cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes());
         let (usual, with_swap) = args.memory.map_or((USUAL_LIMIT, SWAP_LIMIT), |memory| (memory, memory));
         match usual.bytes(here) {
-            0 => bail!("--memory 0 leaves no room for any disk; write 1G, for instance, or 50%"),
+            bytes if bytes < LEAST_BYTES => {
+                bail!("--memory {} leaves no room for any disk; write 1G, for instance, or 50%", Shown(bytes))
+            }
             bytes => Ok(Limits { bytes, with_swap_bytes: with_swap.bytes(here) }),
         }
     }

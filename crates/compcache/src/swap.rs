@@ -39,7 +39,7 @@ fn on(args: SwapOnArgs, caught: &Caught) -> anyhow::Result<String> {
         name: args.name,
         size_bytes: whole_blocks(args.size.bytes(ram_bytes)),
         codec: args.codec.to_string(),
-        limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes)),
+        limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes)).transpose()?,
         at: match args.transport {
             SwapTransport::Auto => At::BlockDevice,
             SwapTransport::Ublk => At::Ublk,

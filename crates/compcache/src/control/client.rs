@@ -61,7 +61,7 @@ fn explain(socket: &Path, error: std::io::Error) -> anyhow::Error {
              or name its socket with --socket"
         ),
         ErrorKind::PermissionDenied => {
-            anyhow!("the server at {socket} is another user's; run this as that user, or as root")
+            anyhow!("{socket} is another user's; ask the server there, if there is one, as that user or as root")
         }
         _ => anyhow::Error::new(error).context(format!("cannot reach the server at {socket}")),
     }

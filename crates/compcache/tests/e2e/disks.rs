@@ -105,6 +105,9 @@ fn what_makes_no_sense_is_refused_with_the_reason_and_changes_nothing() {
     server.refuses(&["disk", "create", "--size", "99999T"], &["size"]);
     server.refuses(&["disk", "create", "--size", "0"], &["no size"]);
     server.refuses(&["disk", "create", "--size", "1X"], &["unknown unit"]);
+    server.refuses(&["disk", "create", "--size", "-5M"], &["starts with a number"]);
+    server.refuses(&["disk", "create", "--size", "1M", "--limit", "1"], &["--limit 1 B is too little"]);
+    server.refuses(&["disk", "change", "one", "--limit", "4095"], &["too little"]);
     server.refuses(&["disk", "create", "--size", "1M", "--nbd-socket", "/nowhere/at/all"], &["/nowhere/at/all"]);
     server.refuses(&["disk", "create", "--size", "1M", "--nbd-tcp", "here"], &["ADDRESS:PORT"]);
     server.refuses(&["disk", "show", "two"], &["no disk called two", "disk list"]);
@@ -135,8 +138,10 @@ fn a_second_server_at_the_same_socket_is_refused_and_the_first_goes_on() {
 
 #[test]
 fn a_server_without_room_for_any_disk_is_refused() {
-    let refused = refused_server(&scratch().path().join("control"), &["--memory", "0"]);
-    assert!(!refused.status.success() && said(&refused).contains("--memory 0"), "{}", said(&refused));
+    for little in ["0", "1K", "1048575"] {
+        let refused = refused_server(&scratch().path().join("control"), &["--memory", little]);
+        assert!(!refused.status.success() && said(&refused).contains("no room for any disk"), "{}", said(&refused));
+    }
 }
 
 #[test]
