@@ -8,8 +8,10 @@
 //! event is on its way: the unmapping of what was there before must not take it from the list again.
 
 use crate::memory::{PAGE, boxed_zeroed};
-use crate::pager::KEPT_MAX;
+use crate::pager::{Channel, KEPT_MAX, OWN_THREADS, Pager, State};
 use crate::regions::Ranges;
+use crate::spill::Spill;
+use crate::{process, sys};
 use alloc::boxed::Box;
 use core::ops::Range;
 use core::sync::atomic::{AtomicUsize, Ordering::*};
@@ -76,6 +78,69 @@ impl FreshBlocks {
 fn pages_of(address: usize) -> Range<usize> {
     let page = address / PAGE * PAGE;
     page.saturating_sub(2 * PAGE)..page + 3 * PAGE
+}
+
+impl Pager {
+    /// Notes the control block of a thread that the program has made, by an address in it: the page it lies on, and its
+    /// neighbours, are never evicted ([`crate::blocks`]).
+    pub fn add_control_block(&self, address: usize) {
+        self.many_threads.store(true, Relaxed);
+        self.note_control_block(address);
+    }
+
+    fn note_control_block(&self, address: usize) {
+        // Where it was to be written there may be something else by now.
+        if address >= 2 * PAGE {
+            self.fresh_blocks.note(address);
+            self.touch_control_block(address);
+        }
+    }
+
+    /// What was noted is taken into the list, if nothing that is still to be told can take it from there. The caller holds the lock.
+    pub(crate) fn take_fresh_blocks(&self, channel: &Channel, state: &mut State) {
+        if self.fresh_blocks.are_waiting() && self.is_settled(state) && channel.is_quiet() {
+            self.fresh_blocks.take_into(&mut state.blocks);
+        }
+    }
+
+    /// Brings a control block back, should it have been evicted before it was known for one. The caller holds no lock.
+    fn touch_control_block(&self, address: usize) {
+        for near in [address - PAGE, address, address + PAGE] {
+            // A stack may lie beside memory of ours: a frame that is touched is not empty any more.
+            if !self.never.overlaps(&(near..near + 1)) {
+                sys::bring_back(near & !3);
+            }
+        }
+    }
+
+    /// Notes the control blocks of all threads there are.
+    ///
+    /// The preloaded object sees only threads that are made through it: who asks the loader for libc's own
+    /// `pthread_create` (jemalloc does) passes it by. The kernel knows every thread's list of robust futexes, and libc
+    /// keeps that in the control block.
+    pub fn note_threads(&self) {
+        let mut threads = 0;
+        process::for_each_thread(|thread| {
+            threads += 1;
+            let head = sys::robust_list_of(thread).filter(|head| !self.is_own_list(*head));
+            if let Some(head) = head
+                && self.state.lock().blocks.containing(head).is_none()
+            {
+                self.note_control_block(head);
+            }
+        });
+        // Some of them are the pager's, and more with a spill.
+        let spilling = self.spill.as_ref().map_or(0, Spill::threads);
+        let ours = OWN_THREADS + spilling;
+        if threads > ours + 1 {
+            self.many_threads.store(true, Relaxed);
+        }
+    }
+
+    /// Whether an address lies near a thread's control block.
+    pub(crate) fn is_control_block(&self, state: &State, address: usize) -> bool {
+        state.blocks.containing(address).is_some() || self.fresh_blocks.are_near(address)
+    }
 }
 
 #[cfg(test)]

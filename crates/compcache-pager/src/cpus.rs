@@ -10,7 +10,7 @@
 use crate::pager::{Pager, clock_ns};
 use crate::process::{self, number, thread_path, with_high_number};
 use core::sync::atomic::Ordering::*;
-use rustix::fd::OwnedFd;
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// No processor.
@@ -204,6 +204,22 @@ impl Clear {
     }
 }
 
+/// That of who brakes: stays on the processor of the program's first thread, which it comes before there when it wakes.
+#[derive(Default)]
+pub struct Beside {
+    cpu: Option<u32>,
+}
+
+impl Beside {
+    /// Goes there, by that thread's `stat`.
+    pub fn follow(&mut self, stat: BorrowedFd<'_>) {
+        if let Some(cpu) = cpu_of(stat).filter(|cpu| self.cpu != Some(*cpu)) {
+            run_on(&only(cpu));
+            self.cpu = Some(cpu);
+        }
+    }
+}
+
 /// Where a thread of this process runs.
 struct Watched {
     thread: u32,
@@ -224,17 +240,21 @@ impl Watched {
 
     /// The processor it last ran on; `None` when it has ended.
     fn cpu(&self) -> Option<u32> {
-        let mut text = [0u8; 512];
-        let read = match &self.stat {
-            Some(stat) => rustix::io::pread(stat, &mut text, 0),
-            None => rustix::io::pread(Watched::stat_of(self.thread)?, &mut text, 0),
-        };
-        let read = read.ok()?;
-        // The name, field 2, may contain anything: fields are counted from the last parenthesis.
-        let after_name = text[..read].iter().rposition(|&byte| byte == b')')? + 2;
-        let field = text.get(after_name..read)?.split(|&byte| byte == b' ').nth(39 - 3)?;
-        number(field).map(|cpu| cpu as u32).filter(|&cpu| (cpu as usize) < CpuSet::MAX_CPU)
+        match &self.stat {
+            Some(stat) => cpu_of(stat.as_fd()),
+            None => cpu_of(Watched::stat_of(self.thread)?.as_fd()),
+        }
     }
+}
+
+/// The processor that a thread last ran on, by its `stat` in /proc; `None` when it has ended.
+fn cpu_of(stat: BorrowedFd<'_>) -> Option<u32> {
+    let mut text = [0u8; 512];
+    let read = rustix::io::pread(stat, &mut text, 0).ok()?;
+    // The name, field 2, may contain anything: fields are counted from the last parenthesis.
+    let after_name = text[..read].iter().rposition(|&byte| byte == b')')? + 2;
+    let field = text.get(after_name..read)?.split(|&byte| byte == b' ').nth(39 - 3)?;
+    number(field).map(|cpu| cpu as u32).filter(|&cpu| (cpu as usize) < CpuSet::MAX_CPU)
 }
 
 /// Binds the calling thread to processors. Returns whether the kernel agreed.

@@ -62,7 +62,7 @@ impl<const N: usize> EventLog<N> {
             Message::Remove { start, end } => Entry { kind: REMOVE, from: start, to: 0, len: end - start },
             Message::Unmap { start, end } => Entry { kind: UNMAP, from: start, to: 0, len: end - start },
             Message::Remap { from, to, len } => Entry { kind: REMAP, from, to, len },
-            Message::Fault { .. } | Message::Fork { .. } => return true,
+            Message::Fault { .. } | Message::Protected { .. } | Message::Fork { .. } => return true,
         };
         if self.len == N {
             return false;
@@ -343,7 +343,7 @@ pub fn apply(pager: &Pager, channel: &Channel, state: &mut State, event: Message
         }
         Message::Unmap { start, end } => forget_range(pager, state, start..end),
         Message::Remap { from, to, len } => move_range(pager, state, from, to, len),
-        Message::Fault { .. } | Message::Fork { .. } => {}
+        Message::Fault { .. } | Message::Protected { .. } | Message::Fork { .. } => {}
     }
 }
 

@@ -10,6 +10,7 @@
 //! # Source
 //! The refault distance is `mm/workingset.c`.
 
+use crate::brake::Noted;
 use crate::cold::Cold;
 use crate::compress;
 use crate::cpus::Clear;
@@ -34,7 +35,7 @@ use alloc::boxed::Box;
 use compcache_store::Worker;
 use core::ops::Range;
 use core::sync::atomic::{AtomicU64, Ordering::*};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 
 /// Before its first nap is over a process costs one thread and nothing else: most processes of a build end sooner.
 const FIRST_NAP_NS: u64 = 3_000_000;
@@ -78,6 +79,7 @@ pub struct Evictor {
     rests: bool,
     /// Times in a row that the map was still changing when it had been read: a mapping may be registered in part.
     unfinished: u32,
+    stacks: Noted,
     unseen: Unseen,
     /// The map was read just now, and nothing was in it that is not registered.
     has_all: bool,
@@ -90,6 +92,8 @@ pub struct Evictor {
 struct Files {
     maps: OwnedFd,
     statm: OwnedFd,
+    /// Of the first thread's; for who brakes.
+    _stat: Option<OwnedFd>,
 }
 
 /// What one look at the process and its tree showed.
@@ -122,6 +126,7 @@ impl Evictor {
             waits: Waits::default(),
             rests: false,
             unfinished: 0,
+            stacks: Noted::default(),
             unseen: Unseen::default(),
             has_all: false,
             recover: false,
@@ -134,6 +139,7 @@ impl Evictor {
         core::mem::forget(self.files.take());
         self.hand.reset();
         self.unseen.begin_copy();
+        self.stacks = Noted::default();
         if let Some(cold) = &mut self.cold {
             cold.reset();
         }
@@ -237,7 +243,9 @@ impl Evictor {
             return false;
         };
         let (maps, statm) = (process::out_of_the_way(maps), process::out_of_the_way(statm));
-        self.files = Some(Files { maps, statm });
+        let stat = process::open_first_stat().map(process::out_of_the_way);
+        pager.brake.set_files(statm.as_raw_fd(), stat.as_ref().map(AsRawFd::as_raw_fd));
+        self.files = Some(Files { maps, statm, _stat: stat });
         true
     }
 
@@ -257,10 +265,10 @@ impl Evictor {
                 spill.look_at_holds(self.looked_at_ns);
             }
             let over = look.over_pages > 0;
-            say_whether_behind(pager, over);
+            pager.brake.set_behind(over);
             let armed = pager.armed.load(Acquire);
             if over && !armed && !self.arm(pager, channel) {
-                say_whether_behind(pager, false);
+                pager.brake.set_behind(false);
                 return NAP_MAX_NS;
             }
             let has_more = look.evicts && (look.has_grown || pager.exhausted.load(Acquire));
@@ -268,7 +276,7 @@ impl Evictor {
             if armed && !self.may_evict(pager, channel) {
                 pager.exhausted.store(true, Release);
                 pager.tell_progress();
-                say_whether_behind(pager, false);
+                pager.brake.set_behind(false);
                 return NAP_IDLE_NS;
             }
             if armed && (has_more || self.is_unfinished() || pager.kept_unregistered.swap(false, AcqRel)) {
@@ -282,9 +290,12 @@ impl Evictor {
                 }
             }
             self.note_threads(pager);
+            self.note_stacks(pager, channel, over);
             let can_more = pager.armed.load(Acquire) && self.evict(pager, channel) == Evicted::More;
-            say_whether_behind(pager, can_more && over);
-            if can_more {
+            // What is known may have left, where there is more that is not.
+            let is_to_find = over && pager.exhausted.load(Acquire) && !self.has_all;
+            pager.brake.set_behind(over && can_more || is_to_find);
+            if can_more || is_to_find && pager.brake.is_on() {
                 continue;
             }
             let is_compact = self.compact(pager);
@@ -485,6 +496,13 @@ impl Evictor {
         }
     }
 
+    /// Learns where stacks are, for who brakes.
+    fn note_stacks(&mut self, pager: &Pager, channel: &Channel, over: bool) {
+        if let Some(files) = self.files.as_ref().filter(|_| over && pager.armed.load(Acquire)) {
+            self.stacks.note_stacks(pager, channel, files.maps.as_fd(), self.registrar.buffer());
+        }
+    }
+
     /// Whether the map should be read again soon; not for ever, where something cannot be registered at all.
     fn is_unfinished(&self) -> bool {
         (1..=UNFINISHED_MAX).contains(&self.unfinished)
@@ -676,11 +694,6 @@ fn publish(pager: &Pager, resident_pages: u64, ours_bytes: u64, copies: u64) {
     if let Some(spill) = &pager.spill {
         spill.publish(pager);
     }
-}
-
-/// Whether more has come than has left, of what can.
-fn say_whether_behind(pager: &Pager, is_behind: bool) {
-    pager.slot().inspect(|slot| slot.is_behind.store(is_behind.into(), Relaxed));
 }
 
 /// Bytes the tree may still grow by; negative when it is over its limits. A small part is kept back, so that the limit

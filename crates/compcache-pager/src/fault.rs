@@ -217,6 +217,7 @@ impl Handler {
             Some(Message::Fault { address, thread }) => {
                 self.keep(channel, Fault { page: (address / PAGE) as u64, thread });
             }
+            Some(Message::Protected { address }) => crate::brake::wants_to_write(pager, channel, address),
             Some(Message::Remap { from, to, .. }) if state.own_move == (from, to) => {}
             Some(Message::Remove { start, .. }) if start == channel.bell() => self.is_to_end = true,
             Some(event) => self.apply(pager, channel, state, event),

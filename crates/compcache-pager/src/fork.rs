@@ -103,6 +103,11 @@ impl ForkTurn {
         self.stage.load(Acquire) == FREEZE
     }
 
+    /// Whether a thread of the program's waits for the evictor.
+    pub(crate) fn is_waited_for(&self) -> bool {
+        !matches!(self.stage.load(Acquire), IDLE | FROZEN | ENDED)
+    }
+
     /// Whether the pager is to leave the process: [`crate::retire`].
     pub(crate) fn wants_to_retire(&self) -> bool {
         self.stage.load(Acquire) == RETIRE
@@ -453,6 +458,7 @@ unsafe fn begin_again(pager: &'static Pager) {
     pager.fork_turn.stage.store(IDLE, Release);
     pager.forget_own_threads();
     pager.relay.forget_threads();
+    pager.brake.reset();
     pager.slot.store(0, Release);
     let was_armed = pager.armed.swap(false, AcqRel);
     // SAFETY: the parent's threads, whose structures these were, do not exist here.
@@ -475,7 +481,7 @@ unsafe fn begin_again(pager: &'static Pager) {
                 Message::Remove { start, end } => events::forget_contents(pager, &mut state, start..end),
                 Message::Unmap { start, end } => events::forget_range(pager, &mut state, start..end),
                 Message::Remap { from, to, len } => events::move_range(pager, &mut state, from, to, len),
-                Message::Fault { .. } | Message::Fork { .. } => {}
+                Message::Fault { .. } | Message::Protected { .. } | Message::Fork { .. } => {}
             }
         }
         let coming = pager.frozen_bring.load(Acquire);

@@ -5,7 +5,7 @@
 //!
 //! | module     | what it does                                                              |
 //! |------------|---------------------------------------------------------------------------|
-//! | `pager`    | what the two threads share, and how they start                            |
+//! | `pager`    | what the threads share, and how they start                                |
 //! | `evict`    | the evictor: limit, staging                                               |
 //! | `registrar` | reads the map, and registers what has come                               |
 //! | `leave`    | pages go to staging, frames back to the system                            |
@@ -43,6 +43,8 @@ extern crate alloc;
 mod around;
 #[allow(unsafe_code, reason = "makes its buffers")]
 mod blocks;
+#[allow(unsafe_code, reason = "its thread is given a pager and descriptors")]
+mod brake;
 mod cold;
 #[allow(unsafe_code, reason = "reads frames of staging")]
 mod compress;
@@ -103,6 +105,5 @@ mod uffd;
 mod unseen;
 mod waits;
 
-pub use process::anonymous_pages;
 pub use remap::Kernel as RemapKernel;
 pub use sys::{Errno, abort, call6 as system_call, end_process, end_thread, read_own_memory};

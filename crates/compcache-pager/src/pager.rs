@@ -1,12 +1,13 @@
-//! The pager of one process: what its two threads share.
+//! The pager of one process: what its threads share.
 //!
 //! Problem: a program must run in less memory than it uses. Idea: move the frames of its cold pages to a staging range
 //! in the same address space, compress them there into a pool, and give the frames to the next faults.
 //!
-//! Two threads, unknown to libc ([`crate::sys::start_thread`]):
+//! Three threads, unknown to libc ([`crate::sys::start_thread`]):
 //! - the *evictor* ([`crate::evict`]) wakes a few times a second, compares what the process holds with its limit, and
 //!   when over it moves pages out and compresses them. A process that fits its limit pays for that thread's naps only.
 //! - the *handler* ([`crate::fault`]) starts when the first range is registered; it answers faults and events.
+//! - who brakes ([`crate::brake`]) starts with it; it looks whether more comes than can leave.
 //!
 //! **One lock**, [`Pager::state`], protects the page table, staging and regions. The handler holds it while it answers
 //! a fault, the evictor while it moves a run out; compressing is done outside it, with the pages in phase
@@ -21,6 +22,7 @@
 //! process (`fork`).
 
 use crate::blocks::FreshBlocks;
+use crate::brake::{self, Brake};
 use crate::cold::Cold;
 use crate::copies::Copies;
 use crate::cpus;
@@ -65,6 +67,8 @@ pub(crate) const BEHIND_FRAMES_BYTES: usize = 2 * PAGE;
 pub(crate) const NOTHING: u64 = u64::MAX;
 /// How long it is believed that nothing more can go.
 const FLOOR_NS: u64 = 1_000_000_000;
+/// Evictor, handler, and who brakes.
+pub(crate) const OWN_THREADS: usize = 3;
 pub(crate) const STACK_BYTES: usize = 256 << 10;
 const TLS_BYTES: usize = 4096;
 /// Bytes of frames to be given back to the system at once.
@@ -132,7 +136,7 @@ pub(crate) enum Way {
     Remap,
 }
 
-/// The descriptors the two threads share, and what they can do. Written by the evictor before the handler starts.
+/// The descriptors the threads share, and what they can do. Written by the evictor before the handler starts.
 #[derive(Clone, Copy)]
 pub struct Channel {
     pub(crate) pagemap: i32,
@@ -282,14 +286,15 @@ pub struct Pager {
     pub(crate) has_groups: AtomicBool,
     pub(crate) cold_bytes: AtomicU64,
     pub(crate) never: Box<Ranges<EXCLUDED_MAX>>,
-    fresh_blocks: FreshBlocks,
+    pub(crate) fresh_blocks: FreshBlocks,
     /// There was more than one thread.
-    many_threads: AtomicBool,
+    pub(crate) many_threads: AtomicBool,
     pub(crate) slot: AtomicUsize,
     pub(crate) fork_turn: ForkTurn,
     pub(crate) keep_request: KeepRequest,
     pub(crate) remapping: Remapping,
     pub(crate) relay: Relay,
+    pub(crate) brake: Brake,
     /// Pages are kept whose unmapping would not be announced yet.
     pub(crate) kept_unregistered: AtomicBool,
     /// The process that it is in, by the number it has there.
@@ -303,14 +308,16 @@ pub struct Pager {
     pub(crate) frames: Range<usize>,
     pub(crate) morgue_start: usize,
     unreadable: usize,
-    stacks: [*mut u8; 2],
+    /// An address in the stack of the program's first thread.
+    pub(crate) main_stack: usize,
+    stacks: [*mut u8; 3],
     spill_stacks: *mut u8,
-    robust: *mut RobustList,
+    pub(crate) robust: *mut RobustList,
     pub(crate) evictor: *mut Evictor,
     pub(crate) handler: *mut Handler,
 }
 
-// SAFETY: the raw pointers are the two threads' own stacks and structures, each used by its thread alone; the rest is
+// SAFETY: the raw pointers are the threads' own stacks and structures, each used by its thread alone; the rest is
 // atomics, locks and data that is only read after the constructor.
 unsafe impl Sync for Pager {}
 // SAFETY: as above.
@@ -368,6 +375,7 @@ impl Pager {
         let limits = [&header.ram_limit_bytes, &header.resident_limit_bytes].map(|limit| limit.load(Relaxed));
         let ram_bytes = limits[0].max(limits[1]);
         let frames_bytes = groups_of_process(ram_bytes, header.overcommits_never.load(Relaxed) != 0) * GROUP * PAGE;
+        let stack = || memory::map(STACK_BYTES).map_err(no_memory);
         let frames = memory::map(frames_bytes + BEHIND_FRAMES_BYTES).map_err(no_memory)? as usize;
         let remaps = header.eviction_way.load(Relaxed) == EvictionWay::Remap as u32;
         // SAFETY: an array of pairs of numbers is valid when zero.
@@ -403,6 +411,7 @@ impl Pager {
             keep_request: KeepRequest::new(),
             remapping: Remapping::new(remaps.then(remap::Kernel::probe).flatten()),
             relay: Relay::new(),
+            brake: Brake::new(),
             kept_unregistered: AtomicBool::new(false),
             own_threads: AtomicU64::new(0),
             is_filtered: AtomicBool::new(false),
@@ -410,8 +419,9 @@ impl Pager {
             has_threads: memory::map(PAGE).map_err(no_memory)?.cast_const().cast(),
             frames: frames..frames + frames_bytes,
             unreadable: memory::reserve(PAGE).map_err(no_memory)? as usize,
+            main_stack: &raw const remaps as usize,
             morgue_start: memory::map(MORGUE_BYTES).map_err(no_memory)? as usize,
-            stacks: [memory::map(STACK_BYTES).map_err(no_memory)?, memory::map(STACK_BYTES).map_err(no_memory)?],
+            stacks: [stack()?, stack()?, stack()?],
             robust: Box::into_raw(Box::new(RobustList::empty())),
         };
         let pager = Box::leak(Box::new(pager));
@@ -509,9 +519,10 @@ impl Pager {
         unsafe { sys::call_on_stack(self.stacks[0].add(STACK_BYTES), &mut work) };
     }
 
-    /// Starts the handler, from the evictor, whose descriptors it shares.
+    /// Starts the handler and who brakes, from the evictor, whose descriptors they share.
     pub fn start_handler(&'static self) -> Result<(), Trouble> {
-        self.start_thread(1, Files::Shared, handler_entry)
+        self.start_thread(1, Files::Shared, handler_entry)?;
+        self.start_thread(2, Files::Shared, brake::entry)
     }
 
     fn start_thread(
@@ -527,7 +538,12 @@ impl Pager {
     /// can be read. None may be started twice: each has its stack.
     pub fn start_spill_thread(&'static self, which: usize) -> Result<(), Trouble> {
         let entry = if which == spill::FETCHERS { spill::spiller_entry } else { spill::fetcher_entry };
-        self.start_thread_on(2 + which, self.spill_stacks.wrapping_add(which * STACK_BYTES), Files::Shared, entry)
+        self.start_thread_on(
+            OWN_THREADS + which,
+            self.spill_stacks.wrapping_add(which * STACK_BYTES),
+            Files::Shared,
+            entry,
+        )
     }
 
     /// Whether the process is given new threads now.
@@ -566,11 +582,7 @@ impl Pager {
         };
         sys::restore_signals(before);
         const { assert!(TLS_BYTES < STACK_BYTES) };
-        let note = |thread: u32| {
-            self.relay.note_thread(place, thread);
-            self.slot().inspect(|slot| slot.threads[place].store(thread, Release));
-        };
-        started.map(note).map_err(|_| {
+        started.map(|thread| self.relay.note_thread(place, thread)).map_err(|_| {
             self.own_threads.fetch_sub(1, AcqRel);
             Trouble::NoThread
         })
@@ -580,12 +592,11 @@ impl Pager {
     pub fn claim_slot(&self) {
         let thread = rustix::thread::gettid().as_raw_nonzero().get() as u32;
         let process = rustix::process::getpid().as_raw_nonzero().get() as u32;
-        let namespace = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
         // SAFETY: never freed, and only the evictor claims.
         let list = unsafe { &*self.robust };
         // SAFETY: as above.
         unsafe { list.register() };
-        if let Some(slot) = self.region.claim(thread, (process, namespace), list) {
+        if let Some(slot) = self.region.claim(thread, process, list) {
             self.slot.store(core::ptr::from_ref(slot) as usize, Release);
         }
     }
@@ -630,72 +641,9 @@ impl Pager {
         Ok(quiet)
     }
 
-    /// Notes the control block of a thread that the program has made, by an address in it: the page it lies on, and its
-    /// neighbours, are never evicted ([`crate::blocks`]).
-    pub fn add_control_block(&self, address: usize) {
-        self.many_threads.store(true, Relaxed);
-        self.note_control_block(address);
-    }
-
-    fn note_control_block(&self, address: usize) {
-        // Where it was to be written there may be something else by now.
-        if address >= 2 * PAGE {
-            self.fresh_blocks.note(address);
-            self.touch_control_block(address);
-        }
-    }
-
-    /// What was noted is taken into the list, if nothing that is still to be told can take it from there. The caller holds the lock.
-    pub(crate) fn take_fresh_blocks(&self, channel: &Channel, state: &mut State) {
-        if self.fresh_blocks.are_waiting() && self.is_settled(state) && channel.is_quiet() {
-            self.fresh_blocks.take_into(&mut state.blocks);
-        }
-    }
-
-    /// Brings a control block back, should it have been evicted before it was known for one. The caller holds no lock.
-    fn touch_control_block(&self, address: usize) {
-        for near in [address - PAGE, address, address + PAGE] {
-            // A stack may lie beside memory of ours: a frame that is touched is not empty any more.
-            if !self.never.overlaps(&(near..near + 1)) {
-                sys::bring_back(near & !3);
-            }
-        }
-    }
-
-    /// Notes the control blocks of all threads there are.
-    ///
-    /// The preloaded object sees only threads that are made through it: who asks the loader for libc's own
-    /// `pthread_create` (jemalloc does) passes it by. The kernel knows every thread's list of robust futexes, and libc
-    /// keeps that in the control block.
-    pub fn note_threads(&self) {
-        let mut threads = 0;
-        process::for_each_thread(|thread| {
-            threads += 1;
-            let ours = self.robust as usize;
-            let head =
-                sys::robust_list_of(thread).filter(|head| !(ours..ours + size_of::<RobustList>()).contains(head));
-            if let Some(head) = head
-                && self.state.lock().blocks.containing(head).is_none()
-            {
-                self.note_control_block(head);
-            }
-        });
-        // Two of them are the pager's, and more with a spill.
-        let spilling = self.spill.as_ref().map_or(0, Spill::threads);
-        let ours = 2 + spilling;
-        if threads > ours + 1 {
-            self.many_threads.store(true, Relaxed);
-        }
-    }
-
     /// Whether the program has had more than one thread.
     pub fn has_many_threads(&self) -> bool {
         self.many_threads.load(Relaxed)
-    }
-
-    /// Whether an address lies near a thread's control block.
-    pub(crate) fn is_control_block(&self, state: &State, address: usize) -> bool {
-        state.blocks.containing(address).is_some() || self.fresh_blocks.are_near(address)
     }
 
     /// Whether every event that has been read is applied.

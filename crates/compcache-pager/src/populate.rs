@@ -130,6 +130,8 @@ impl Copied {
             Some(Message::Fork { child }) => return Brought::Copy(Uffd::from_event(child)),
             // Whoever waits for a page is woken when it comes.
             Some(Message::Fault { .. }) | None => {}
+            // It is the parent who should wait.
+            Some(Message::Protected { address }) => _ = self.uffd.protect(address, PAGE, false),
             Some(event) if self.changes.note(event) => {}
             Some(_) => self.told = Told::TooMuch,
         }

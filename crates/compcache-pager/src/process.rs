@@ -96,6 +96,12 @@ pub fn ended_with(ours: u64) -> Option<i32> {
     has_one_thread_beside(ours).then_some((status >> 8) as i32 & 0xff)
 }
 
+/// That of the first thread, by which it is seen where it runs.
+pub fn open_first_stat() -> Option<OwnedFd> {
+    let mut path = [0u8; 64];
+    open(thread_path(rustix::process::getpid().as_raw_nonzero().get() as u32, &mut path)?)
+}
+
 /// The file that tells where a thread of this process runs, among other things.
 pub fn thread_path(thread: u32, buffer: &mut [u8; 64]) -> Option<&core::ffi::CStr> {
     text(buffer, format_args!("/proc/self/task/{thread}/stat\0"))

@@ -34,7 +34,7 @@ use rustix::net::{
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, Resource};
 
 /// Threads that a pager can have.
-const THREADS_MAX: usize = 2 + crate::spill::THREADS;
+const THREADS_MAX: usize = crate::pager::OWN_THREADS + crate::spill::THREADS;
 /// Numbers that descriptors of the pager's can have, and how many there can be.
 const NUMBERS: RawFd = 256;
 const DESCRIPTORS_MAX: usize = 64;
@@ -226,6 +226,7 @@ fn is_open(number: RawFd) -> bool {
 /// for somebody to read.
 pub(crate) fn have_others_end(pager: &Pager, channel: Option<&Channel>) {
     pager.relay.is_ending.store(true, Release);
+    pager.brake.ring();
     if let Some(spill) = &pager.spill {
         spill.wake_all();
     }

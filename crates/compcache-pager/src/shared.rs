@@ -28,11 +28,9 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 /// Marks a region as ours: `"CMPCRUN1"`.
 pub const MAGIC: u64 = 0x314e_5552_4350_4d43;
 /// Changes with the layout; a pager refuses a region of another version.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 /// How many processes of one tree are counted at once; those beyond are paged, each as if it were the only one that is not.
 pub const SLOTS: usize = 1024;
-/// Threads of ours in a process: evictor, handler, and those of the spill.
-pub const OWN_THREADS_MAX: usize = 7;
 /// Set by the kernel in a robust futex whose owner died.
 pub const OWNER_DIED: u32 = 0x4000_0000;
 /// The kernel's FUTEX_WAITERS, which it leaves aside when it compares the word with the id of a thread that ends.
@@ -129,12 +127,6 @@ pub struct ProcessSlot {
     pub owner: AtomicU32,
     /// Process id, as the process itself sees it.
     pub pid: AtomicU32,
-    /// In this namespace: the inode number of /proc/self/ns/pid; 0 if it is not known.
-    pub pid_namespace: AtomicU64,
-    /// Threads of ours in that process, but for the owner.
-    pub threads: [AtomicU32; OWN_THREADS_MAX],
-    /// Not 0: more has come than could leave so far, and there is more that can.
-    pub is_behind: AtomicU32,
     /// What it holds now.
     pub gauges: Gauges,
     /// What it has done.
@@ -196,7 +188,7 @@ pub struct Header {
     pub spill_errno: AtomicU32,
     /// Copies of processes so far that have a spill: no two have the same number.
     pub spill_copies: AtomicU64,
-    /// For how long the supervisor has held processes up, since more came than could leave.
+    /// For how long processes were held up, since more came than could leave; added up.
     pub held_ns: AtomicU64,
     /// Slots from this number on have never been claimed.
     pub slots_used: AtomicU32,
@@ -307,11 +299,18 @@ pub struct Totals {
     pub evicted_pages: u64,
 }
 
+impl ProcessSlot {
+    /// What the process said last that it holds, bytes.
+    pub fn bytes(&self) -> u64 {
+        self.gauges.resident_bytes.load(Relaxed) + self.gauges.ours_bytes.load(Relaxed)
+    }
+}
+
 impl Region {
     /// Claims a free slot for the calling thread, `tid`, whose robust list is `list`; `None` when all are taken.
     ///
     /// The slot's owner word stays on the list: only that makes its owner's death visible.
-    pub fn claim(&self, tid: u32, (pid, namespace): (u32, u64), list: &RobustList) -> Option<&ProcessSlot> {
+    pub fn claim(&self, tid: u32, pid: u32, list: &RobustList) -> Option<&ProcessSlot> {
         self.retire_dead_by(tid, list);
         for (number, slot) in self.slots.iter().enumerate() {
             if slot.owner.load(Relaxed) != 0 {
@@ -323,9 +322,6 @@ impl Region {
             }
             list.watch(Some(&slot.owner));
             if slot.owner.compare_exchange(0, tid, AcqRel, Relaxed).is_ok() {
-                slot.threads.iter().for_each(|thread| thread.store(0, Relaxed));
-                slot.is_behind.store(0, Relaxed);
-                slot.pid_namespace.store(namespace, Relaxed);
                 slot.pid.store(pid, Release);
                 self.header.processes_total.fetch_add(1, Relaxed);
                 return Some(slot);
@@ -559,7 +555,7 @@ mod tests {
             let list = RobustList::empty();
             // SAFETY: the thread ends in here.
             unsafe { list.register() };
-            region.claim(tid, (tid, 0), &list);
+            region.claim(tid, tid, &list);
         });
         let slot = &region.slots[taken];
         assert_ne!(slot.pid.load(Relaxed), 0, "it was not claimed");
@@ -602,12 +598,12 @@ mod tests {
     fn a_slot_that_was_marked_while_its_owner_lives_is_claimed_anew() {
         let (region, thread) = (region(), rustix::thread::gettid().as_raw_nonzero().get() as u32);
         RobustList::with_own(|list| {
-            let slot = region.claim(thread, (1, 0), list).unwrap();
+            let slot = region.claim(thread, 1, list).unwrap();
             assert!(slot.is_of(thread));
             // As the kernel does for the death of a thread of the same number.
             slot.owner.fetch_or(OWNER_DIED, Relaxed);
             assert!(!slot.is_of(thread) && region.living().count() == 0);
-            assert!(region.claim(thread, (1, 0), list).is_some_and(|slot| slot.is_of(thread)));
+            assert!(region.claim(thread, 1, list).is_some_and(|slot| slot.is_of(thread)));
             assert_eq!(region.living().count(), 1);
             list.watch(None);
         });

@@ -5,14 +5,12 @@
 //! 1. [`preflight`]: what cannot work is said before the program starts, with the remedy.
 //! 2. [`region`]: the memory by which all pagers of the tree share one budget.
 //! 3. [`supervise`]: starts the program, passes signals and the exit status on, keeps [`stats`].
-//!    [`brake`]: who gets memory faster than it can leave waits.
 //! 4. [`spill`]: where what does not fit goes, and what is told of it.
 //! 5. [`summary`]: what it was worth, on one screen of standard error.
 //!
 //! The supervisor may be killed at any instant: the program goes on as it is, and the next `compcache run` removes what
 //! is left.
 
-mod brake;
 mod elf;
 mod failure;
 mod limits;

@@ -33,7 +33,7 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 
 pub use inherited::{descriptors, was_ignored};
 pub use send::{die_by, from_background};
-pub use stop::{state_of, stop_with};
+pub use stop::stop_with;
 
 /// What is passed on beside real-time signals: all that can be caught and end a process, but for faults of its own code, and
 /// what tells it to stop, to go on, and of changes.

@@ -11,7 +11,6 @@ use rustix::process::{
     DumpableBehavior, Pid, Resource, Rlimit, WaitOptions, WaitStatus, getpid, set_dumpable_behavior, setrlimit, waitpid,
 };
 
-use crate::run::brake::Brake;
 use crate::run::failure::Failure;
 use crate::run::preflight::Ready;
 use crate::run::region::TreeRegion;
@@ -58,7 +57,6 @@ impl Outcome {
 pub struct Run<'a> {
     program: Pid,
     signals: Signals,
-    brake: Brake,
     region: &'a Region,
     stats: Option<StatsFile>,
     spill_told: Told,
@@ -91,8 +89,7 @@ impl<'a> Run<'a> {
         command.env(ENV_REGION, region.file()).env("LD_PRELOAD", &ready.ld_preload);
         let child = signals.spawn(&mut command).map_err(|error| cannot_start(ready, error))?;
         let program = Pid::from_raw(child.id() as i32).context("the program has no process id")?;
-        let (brake, region) = (Brake::new(program), region.region());
-        Ok(Self { program, signals, brake, region, stats, spill_told: Told::default(), started })
+        Ok(Self { program, signals, region: region.region(), stats, spill_told: Told::default(), started })
     }
 
     /// Passes signals on and keeps the statistics until the program ends.
@@ -116,8 +113,7 @@ impl<'a> Run<'a> {
                 if left.is_zero() {
                     break;
                 }
-                let longest = self.brake.step(self.region).min(left);
-                self.signals.wait(longest, self.program).context("cannot wait for signals")?;
+                self.signals.wait(left, self.program).context("cannot wait for signals")?;
             }
         }
         unreachable!("the ticks do not end")
@@ -138,7 +134,7 @@ impl<'a> Run<'a> {
     /// The program's end, if it has come. If it has stopped, we stop as well.
     fn reap(&mut self) -> anyhow::Result<Option<Outcome>> {
         while let Some((child, status)) = self.wait_status()? {
-            if status.stopped() && self.brake.has_stopped(child, status) || child != self.program {
+            if child != self.program {
                 continue;
             }
             if let Some(status) = status.exit_status() {
@@ -149,7 +145,6 @@ impl<'a> Run<'a> {
             }
             // The first process of a container cannot stop, and nobody would see it.
             if status.stopped() && getpid() != Pid::INIT {
-                self.brake.release();
                 self.signals.forget_stops(self.program);
                 stop_with(self.program);
             }

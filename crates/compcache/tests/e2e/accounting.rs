@@ -220,6 +220,18 @@ fn a_program_that_floods_memory_keeps_within_the_limit_too() {
     }
 }
 
+#[test]
+fn who_is_held_up_finds_no_call_of_his_cut_short() {
+    let _shared = beside_others();
+    let ram = 128 * MIB;
+    for way in ways() {
+        let outcome = Program::new(trap_program("held_up")).args(["600"]).paged(way, &Cap::Ram(ram));
+        assert!(outcome.status.success() && outcome.text() == "right\n", "{}", outcome.explain());
+        let held_s = outcome.stats.as_ref().and_then(|stats| stats["held_s"].as_f64());
+        assert!(held_s.is_some_and(|held_s| held_s > 0.0), "nobody was held up: {held_s:?}, {}", outcome.explain());
+    }
+}
+
 /// The kernel ends what has more than the group may, be it for a moment: of three tries one must come to its end, and without the brake none does.
 #[test]
 fn a_program_that_floods_memory_ends_in_a_memory_cgroup_of_a_third_of_it() {

@@ -64,17 +64,12 @@ fn watch(program: Pid) -> Option<Pid> {
 /// Whether it is stopped, by a signal or a debugger; `None` where /proc does not tell, as of a program whose first thread has ended before others.
 fn is_stopped(program: Pid) -> Option<bool> {
     let directory = format!("/proc/{}", program.as_raw_nonzero());
-    let has_others = || fs::read_dir(format!("{directory}/task")).is_ok_and(|threads| threads.count() > 1);
-    match state_of(&directory)? {
-        b'Z' if has_others() => None,
-        state => Some(b"Tt".contains(&state)),
-    }
-}
-
-/// What a process or a thread with this directory in /proc does: the letter of proc_pid_stat(5).
-pub fn state_of(directory: &str) -> Option<u8> {
     let stat = fs::read(format!("{directory}/stat")).ok()?;
     // The name before it may have any bytes in it.
     let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
-    stat.get(name_ends + 2).copied()
+    let has_others = || fs::read_dir(format!("{directory}/task")).is_ok_and(|threads| threads.count() > 1);
+    match stat.get(name_ends + 2)? {
+        b'Z' if has_others() => None,
+        state => Some(b"Tt".contains(state)),
+    }
 }
