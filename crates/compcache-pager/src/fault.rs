@@ -8,6 +8,9 @@
 //! pool is decompressed into a buffer and copied into a new frame: the process has grown by a page, and the evictor makes
 //! up for it.
 
+mod first_touch;
+mod grown;
+
 use crate::around;
 use crate::compress;
 use crate::copies;
@@ -19,7 +22,6 @@ use crate::lost;
 use crate::memory::{PAGE, boxed_zeroed};
 use crate::pager::{Channel, NOTHING, Pager, State, Way, clock_ns};
 use crate::remap::Early;
-use crate::scan;
 use crate::shared::Trouble;
 use crate::small::SmallQueue;
 use crate::spill::{Fetched, Spill, read_stored};
@@ -30,6 +32,7 @@ use crate::uffd::{self, Message};
 use alloc::boxed::Box;
 use compcache_store::{Page, PageIndex, Read, Worker};
 use core::sync::atomic::Ordering::*;
+use grown::Grown;
 use linux_raw_sys::general::uffd_msg;
 
 /// Pages of the buffer that fills frames when staging has none.
@@ -71,6 +74,7 @@ pub struct Handler {
     awaited: [Option<(u64, Window)>; AWAITED],
     awaited_next: usize,
     follower: Follower,
+    grown: Grown,
     /// The bell was rung: [`crate::relay`].
     is_to_end: bool,
 }
@@ -103,6 +107,7 @@ impl Handler {
             awaited: [None; AWAITED],
             awaited_next: 0,
             follower: Follower::default(),
+            grown: Grown::default(),
             is_to_end: false,
         })
     }
@@ -114,6 +119,7 @@ impl Handler {
         self.early.clear();
         self.unanswered = None;
         self.awaited = [None; AWAITED];
+        self.grown.clear();
         self.follower.reset();
     }
 
@@ -178,7 +184,7 @@ impl Handler {
         pager.turn.want();
         let state = match channel.way {
             Way::Move { .. } => pager.state.lock(),
-            Way::Remap => self.early.lock(pager, channel, &pager.state),
+            Way::Remap => self.lock_early(pager, channel),
         };
         pager.turn.had();
         state
@@ -220,7 +226,10 @@ impl Handler {
             Some(Message::Protected { address }) => crate::brake::wants_to_write(pager, channel, address),
             Some(Message::Remap { from, to, .. }) if state.own_move == (from, to) => {}
             Some(Message::Remove { start, .. }) if start == channel.bell() => self.is_to_end = true,
-            Some(event) => self.apply(pager, channel, state, event),
+            Some(event) => {
+                self.apply(pager, channel, state, event);
+                self.grown.told(channel, &event);
+            }
             None => {}
         }
     }
@@ -254,6 +263,7 @@ impl Handler {
         fault: Fault,
     ) -> Guard<'a, Box<State>> {
         self.unanswered = None;
+        self.grown.answering = Some(fault);
         let mut since_ns = None;
         while state.estimate_pages() > state.limit_pages + state.limit_pages / 32 {
             state = self.help(pager, channel, state);
@@ -276,6 +286,7 @@ impl Handler {
                 Answer::Again => state = self.catch_up(pager, channel, state, true),
             }
         }
+        self.grown.answering = None;
         state
     }
 
@@ -288,6 +299,7 @@ impl Handler {
         mut state: Guard<'a, Box<State>>,
         expected: bool,
     ) -> Guard<'a, Box<State>> {
+        let mut since_ns = None;
         loop {
             let read = self.pump(pager, channel, &mut state);
             if (state.pending.is_empty() && !expected)
@@ -297,6 +309,7 @@ impl Handler {
             }
             if read == 0 {
                 // All have been read, but a thread that caused one has not yet gone on, or has not yet told.
+                self.leave_what_grows(channel, &mut since_ns);
                 drop(state);
                 rustix::thread::sched_yield();
                 state = self.lock(pager, channel);
@@ -666,70 +679,6 @@ impl Handler {
         }
     }
 
-    /// A page that was never there, or whose contents were dropped: zeroes.
-    fn first_touch(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64) -> Answer {
-        if state.staging.owns(page as usize * PAGE) {
-            // Somebody read a frame that is not there: zeroes would be compressed in place of a page.
-            crate::process::die(pager, Trouble::Bug);
-        }
-        let (window, _) = self.window_of(page);
-        let pages = self.untouched_run(channel, state, page, &window);
-        // SAFETY: the zeroes are ours and present.
-        let (filled, error) =
-            unsafe { channel.uffd.copy(page as usize * PAGE, self.zeroes.as_ptr().cast(), pages * PAGE) };
-        state.grown_pages += (filled / PAGE) as u64;
-        self.streams.brought((filled / PAGE) as u32);
-        (page..page + (filled / PAGE) as u64).for_each(|touched| note_fresh(pager, state, touched));
-        match error {
-            Some(Errno::EAGAIN) if filled == 0 => {
-                self.unanswered = Some((page, window));
-                Answer::Again
-            }
-            Some(errno) if filled == 0 && errno != Errno::EEXIST => self.first_touch_alone(pager, channel, state, page),
-            _ => {
-                if filled == 0 {
-                    channel.uffd.wake(page as usize * PAGE, PAGE);
-                }
-                Answer::Done
-            }
-        }
-    }
-
-    /// One page of zeroes, by copy: what works in every range.
-    fn first_touch_alone(&mut self, pager: &Pager, channel: &Channel, state: &mut State, page: u64) -> Answer {
-        // SAFETY: the zeroes are ours and present.
-        let (_, error) = unsafe { channel.uffd.copy(page as usize * PAGE, self.zeroes.as_ptr().cast(), PAGE) };
-        match error {
-            Some(Errno::EAGAIN) => return Answer::Again,
-            // What is there is what another was answered with, or somebody else's by now.
-            Some(_) => channel.uffd.wake(page as usize * PAGE, PAGE),
-            None => {
-                state.grown_pages += 1;
-                note_fresh(pager, state, page);
-            }
-        }
-        Answer::Done
-    }
-
-    /// How many pages from `page` on may be filled with zeroes at once: a forward stream's window, inside one range, as
-    /// far as nothing is known of them, nor has the kernel anything there. A guard that libc has put on a stack (MADV_GUARD_INSTALL) would go.
-    fn untouched_run(&self, channel: &Channel, state: &State, page: u64, window: &Window) -> usize {
-        let Some(region) = state.regions.containing(page as usize * PAGE) else { return 1 };
-        if window.step != 1 {
-            return 1;
-        }
-        let end = (region.end / PAGE) as u64;
-        let most = (window.pages as u64).min(BATCH as u64).min(end - page);
-        let fillable = |page| state.table.get(page) == Word::UNKNOWN && !state.must_stay(page as usize * PAGE);
-        let ahead = (1..most).take_while(|ahead| fillable(page + ahead)).count();
-        if ahead == 0 {
-            return 1;
-        }
-        let (from, pagemap) = ((page as usize + 1) * PAGE, channel.pagemap());
-        let empty = scan::are_there(pagemap, from..from + ahead * PAGE).map_or(0, u64::trailing_zeros);
-        ahead.min(empty as usize) + 1
-    }
-
     /// Like [`Handler::attempt`], but nothing changes that a copy of the process will need: pages are copied in, and stay
     /// stored as well, with a note that they are here: their stored copies are old from now on. Such a copy is read only if the page goes
     /// missing, and whatever makes it go missing drops or replaces it.
@@ -762,15 +711,6 @@ impl Handler {
             Some(_) => channel.uffd.wake(page as usize * PAGE, PAGE),
         }
         Answer::Done
-    }
-}
-
-/// A page is zeroes now, whatever was known of it.
-fn note_fresh(pager: &Pager, state: &mut State, page: u64) {
-    let word = state.table.get(page);
-    if word != Word::UNKNOWN {
-        copies::drop_object(pager, state, page, word);
-        state.table.update(page, Word::new(Phase::Resident));
     }
 }
 

@@ -160,7 +160,7 @@ fn parse(line: &[u8]) -> Option<Mapping> {
     })
 }
 
-fn hex(digits: &[u8]) -> Option<usize> {
+pub(crate) fn hex(digits: &[u8]) -> Option<usize> {
     digits.iter().try_fold(0usize, |value, &digit| {
         let digit = (digit as char).to_digit(16)?;
         Some(value << 4 | digit as usize)

@@ -1,5 +1,6 @@
 //! What the pager asks the kernel about its own process, without allocating.
 
+use crate::maps::hex;
 use crate::memory::PAGE;
 use crate::pager::Pager;
 use crate::shared::Trouble;
@@ -96,6 +97,25 @@ pub fn ended_with(ours: u64) -> Option<i32> {
     has_one_thread_beside(ours).then_some((status >> 8) as i32 & 0xff)
 }
 
+/// By how many bytes a thread of this process makes memory longer, if it is within mremap(2).
+pub fn grown_by_mremap(thread: u32) -> Option<usize> {
+    let (mut path, mut line) = ([0u8; 64], [0u8; 256]);
+    let file = open(text(&mut path, format_args!("/proc/self/task/{thread}/syscall\0"))?)?;
+    let read = rustix::io::pread(file, &mut line, 0).ok()?;
+    grown_by(&line[..read])
+}
+
+/// As such a line says it: the number of the call, its six arguments, and two more addresses.
+fn grown_by(line: &[u8]) -> Option<usize> {
+    let mut words = line.split(|&byte| byte == b' ');
+    if number(words.next()?)? != linux_raw_sys::general::__NR_mremap.into() {
+        return None;
+    }
+    let mut length = || hex(words.next()?.strip_prefix(b"0x")?)?.checked_next_multiple_of(PAGE);
+    let (_address, old, new) = (length()?, length()?, length()?);
+    new.checked_sub(old).filter(|grown| *grown > 0)
+}
+
 /// That of the first thread, by which it is seen where it runs.
 pub fn open_first_stat() -> Option<OwnedFd> {
     let mut path = [0u8; 64];
@@ -158,7 +178,18 @@ pub fn page_of(address: usize) -> u64 {
 #[cfg(test)]
 #[allow(unsafe_code, reason = "makes a process that ends")]
 mod tests {
+    use super::grown_by;
     use crate::sys;
+
+    #[test]
+    fn what_a_thread_within_mremap_adds_is_read() {
+        let line = b"25 0x7f0000000000 0x5000000 0x7800001 0x1 0x0 0x0 0x7ffc00 0x7f00\n";
+        assert_eq!(grown_by(line), Some(0x280_1000));
+        for other in ["25 0x1000 0x2000 0x1000 0x1 0x0 0x0 0x1\n", "running\n", "9 0x1 0x2 0x3000 0x1\n", "25 0x1", ""]
+        {
+            assert_eq!(grown_by(other.as_bytes()), None, "{other}");
+        }
+    }
 
     extern "C" fn returns(_: i32) {}
 

@@ -148,12 +148,18 @@ impl Early {
         Some(self.messages[self.next - 1])
     }
 
-    /// Takes the lock in the handler; reads meanwhile what the evictor waits for.
+    /// What was read, and not taken in.
+    pub fn kept(&mut self) -> &mut [uffd_msg] {
+        &mut self.messages[self.next..self.len]
+    }
+
+    /// Takes the lock in the handler; reads meanwhile what the evictor waits for, and tells of it.
     pub fn lock<'a>(
         &mut self,
         pager: &Pager,
         channel: &Channel,
         state: &'a Mutex<Box<State>>,
+        mut tell: impl FnMut(News<'_>),
     ) -> Guard<'a, Box<State>> {
         let (mut rounds, begun_ns) = (0, clock_ns());
         loop {
@@ -162,6 +168,7 @@ impl Early {
                 return guard;
             }
             if pager.remapping.has_moved(channel) && self.read(pager, channel) {
+                tell(News::Read(&self.messages[self.len - 1]));
                 rounds = 0;
             } else if rounds < SPINS {
                 rounds += 1;
@@ -172,6 +179,8 @@ impl Early {
             } else if pager.remapping.probe.load(Acquire) != 0 && clock_ns() - begun_ns > CALL_NS_MAX {
                 // The evictor waits for its event, and there is no telling whether something moved.
                 crate::process::die(pager, Trouble::NotMeant);
+            } else {
+                tell(News::Nothing(self.kept()));
             }
         }
     }
@@ -187,6 +196,14 @@ impl Early {
         self.len += read;
         read > 0
     }
+}
+
+/// What there is to tell while the lock is waited for.
+pub enum News<'a> {
+    /// This was read.
+    Read(&'a uffd_msg),
+    /// It takes long, and these have been read, and not taken in.
+    Nothing(&'a mut [uffd_msg]),
 }
 
 /// What mremap does on this kernel.

@@ -140,6 +140,7 @@ traps! {
     locked_memory_stays: "locks" ["mlock"];
     memory_locked_on_fault_stays: "locks" ["onfault"];
     locking_all_memory_loses_none: "locks" ["mlockall"];
+    locked_memory_grows_and_moves: "locks" ["growing"];
     locking_all_memory_while_others_change_the_map_ends: "locks" ["unmapping"];
 
     huge_pages_are_paged_rightly: "huge_pages" [];

@@ -5,6 +5,7 @@
  *   onfault    mlock2(MLOCK_ONFAULT)
  *   mlockall   MCL_CURRENT | MCL_FUTURE of more memory than the cap: nothing hangs and nothing is lost
  *   unmapping  the same, while another thread unmaps, moves and discards what was cold
+ *   growing    mremap makes locked memory longer, and moves it, again and again
  */
 #include "trap.h"
 
@@ -132,12 +133,54 @@ static void unmapping(void)
 		if (blocks[i].at) area_check(&blocks[i], 1);
 }
 
+enum { EARLY, COLD, ALL };
+
+/* Locked before anything was evicted, and after it was itself; or with all else. */
+static void grow(int when)
+{
+	struct area area = area_new(MIB / 4, 30 + when, 1), other = area_new(MIB, 35, 1);
+	if (when == EARLY) MUST(mlock(area.at, area.pages * PAGE) == 0);
+	area_push_out(when == EARLY ? &other : &area);
+	if (when == COLD) MUST(mlock(area.at, area.pages * PAGE) == 0);
+	if (when == ALL && mlockall(MCL_CURRENT | MCL_FUTURE) != 0) lacks("mlockall");
+	for (int i = 0; i < 3; i++) {
+		size_t before = area.pages * PAGE;
+		/* Where there is room, and it is not. */
+		unsigned char *to = map_private(4 * before);
+		MUST(munmap(to, 4 * before) == 0);
+		MUST(mremap(area.at, before, 2 * before, MREMAP_MAYMOVE | MREMAP_FIXED, to) == to);
+		area.at = to;
+		area_check(&area, 1);
+		area.pages *= 2;
+		for (size_t at = before; at < 2 * before; at++)
+			if (to[at]) die("WRONG BYTES where nothing has been, at %zu of %zu", at, before);
+		area_fill(&area, 1);
+		must_be_present(&area, "after it was made longer");
+	}
+	if (when == ALL) MUST(munlockall() == 0);
+	else MUST(munlock(area.at, area.pages * PAGE) == 0);
+	area_push_out(&area);
+	area_check(&area, 1);
+	MUST(munmap(area.at, area.pages * PAGE) == 0);
+}
+
+static void growing(void)
+{
+	/* What hangs stays so: the test need not wait. */
+	alarm(60);
+	grow(EARLY);
+	grow(COLD);
+	grow(ALL);
+	alarm(0);
+}
+
 int main(int argc, char **argv)
 {
 	if (mode_is(argc, argv, "mlock")) some(false);
 	else if (mode_is(argc, argv, "onfault")) some(true);
 	else if (mode_is(argc, argv, "mlockall")) all();
 	else if (mode_is(argc, argv, "unmapping")) unmapping();
+	else if (mode_is(argc, argv, "growing")) growing();
 	else die("mlock | onfault | mlockall | unmapping");
 	return passed();
 }
