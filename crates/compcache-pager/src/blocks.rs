@@ -8,9 +8,9 @@
 //! event is on its way: the unmapping of what was there before must not take it from the list again.
 
 use crate::memory::{PAGE, boxed_zeroed};
-use crate::pager::{Channel, KEPT_MAX, OWN_THREADS, Pager, State};
+use crate::pager::{Channel, KEPT_MAX, Pager, State};
 use crate::regions::Ranges;
-use crate::spill::Spill;
+use crate::sys::RobustList;
 use crate::{process, sys};
 use alloc::boxed::Box;
 use core::ops::Range;
@@ -66,6 +66,12 @@ impl FreshBlocks {
         }
     }
 
+    /// Whether one of them may be in a range.
+    pub fn are_in(&self, range: &Range<usize>) -> bool {
+        let blocks = self.fresh.iter().map(|place| place.load(Acquire)).filter(|block| *block != 0);
+        blocks.map(pages_of).any(|pages| pages.start < range.end && range.start < pages.end)
+    }
+
     /// Whether an address lies near one of them.
     pub fn are_near(&self, address: usize) -> bool {
         // There may be holes: places are filled while others are emptied.
@@ -89,6 +95,7 @@ impl Pager {
     }
 
     fn note_control_block(&self, address: usize) {
+        self.brake.bar(&pages_of(address));
         // Where it was to be written there may be something else by now.
         if address >= 2 * PAGE {
             self.fresh_blocks.note(address);
@@ -122,17 +129,16 @@ impl Pager {
         let mut threads = 0;
         process::for_each_thread(|thread| {
             threads += 1;
-            let head = sys::robust_list_of(thread).filter(|head| !self.is_own_list(*head));
+            let ours = self.robust as usize;
+            let head =
+                sys::robust_list_of(thread).filter(|head| !(ours..ours + size_of::<RobustList>()).contains(head));
             if let Some(head) = head
                 && self.state.lock().blocks.containing(head).is_none()
             {
                 self.note_control_block(head);
             }
         });
-        // Some of them are the pager's, and more with a spill.
-        let spilling = self.spill.as_ref().map_or(0, Spill::threads);
-        let ours = OWN_THREADS + spilling;
-        if threads > ours + 1 {
+        if threads > self.own_threads() + 1 {
             self.many_threads.store(true, Relaxed);
         }
     }

@@ -2,32 +2,36 @@
 //!
 //! What lies in a mapping that is not registered yet is nobody's to refuse, and a program that fills one new mapping after the other is over its limit by more than the
 //! part that is kept for that before it is within again; a memory cgroup then kills. So while the tree is over its limit by more than [`TOLERATED_SHARE`], and
-//! more can leave of a process than has so far, the stacks of its threads may not be written to: a thread that comes to that waits, as it waits for a page that has left.
+//! more can leave of a process than has so far, the stack of its first thread may not be written to: it waits when it comes to that, as it waits for a page that has left.
 //!
-//! | a thread                                   | meanwhile                                                        |
+//! | the first thread                           | meanwhile                                                        |
 //! |--------------------------------------------|------------------------------------------------------------------|
-//! | works                                      | waits at its next write to its stack, in a system call too        |
-//! | waits in a system call, sleeps             | goes on doing so; no call of it ends sooner or otherwise than it would |
-//! | needs no stack but the page of its control block, or another than libc gave it | goes on       |
+//! | works                                      | waits at its next write to its stack                             |
+//! | is in a system call, sleeps                | goes on: no call of it ends sooner or otherwise than it would     |
+//! | works on another stack                     | goes on                                                          |
 //! | fills a mapping without touching its stack | goes on until that is registered; then it waits for us           |
 //!
-//! That is for [`HOLD_NS`] at most, then they run for [`RUN_NS`] at least. The page on which a thread's control block lies is left out: the kernel writes to it when the thread
-//! ends, and waits for nobody then. Where the kernel cannot protect pages so (UFFDIO_WRITEPROTECT: Linux 5.7, and later on other processors than x86-64) nobody waits.
+//! That is for [`HOLD_NS`] at most, then it runs for [`RUN_NS`] at least. Other threads are left alone: on their stacks are their control blocks, to which the kernel writes when a thread ends,
+//! and waits for nobody then. For the same reason nobody is stopped where the first one's stack has such words on it ([`Brake::bar`]: control blocks, robust mutexes and those that inherit
+//! priorities). Where the kernel cannot protect pages so (UFFDIO_WRITEPROTECT: Linux 5.7, and later on other processors than x86-64) nobody waits.
+//!
+//! Who writes within a system call is let go: the kernel would not let it stop there (SIGSTOP, a debugger), but ask again and again as long as there is a signal for it. So is who asks a second
+//! time. The page is protected again with the next step.
 //!
 //! A thread of its own does it ([`run`]), which needs no lock and hardly any time, on the processor of the program's first thread: where others want the processors, the evictor,
-//! which works, may come to see what is going on a tenth of a second later. The evictor tells it which stacks there are, and whether more can leave.
+//! which works, may come to see what is going on a tenth of a second later. The evictor tells it where the stack is, and whether more can leave.
 //!
-//! Who waits is not remembered. What was protected is made writable again when it is over, which wakes them; and a page that is still protected then, since it was moved or what
-//! lies beside it was unmapped, is made writable by the handler as soon as somebody asks for it ([`wants_to_write`]). No thread of the program's holds a lock that a
+//! Who waits is not remembered. What was protected is made writable again when it is over, which wakes it; and a page that is still protected then, since the map was changing,
+//! is made writable by the handler as soon as somebody asks for it ([`wants_to_write`]). No thread of the program's holds a lock that a
 //! thread of ours wants while anything is registered.
 
 use crate::cpus::Beside;
 use crate::lock;
 use crate::maps::{self, MapsBuffer};
 use crate::memory::PAGE;
-use crate::pager::{Channel, Pager, State, clock_ns};
+use crate::pager::{Channel, Pager, clock_ns};
 use crate::process;
-use crate::sys::{self, Errno, RobustList};
+use crate::sys::{self, Errno};
 use core::ffi::c_void;
 use core::ops::Range;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicUsize, Ordering::*};
@@ -48,23 +52,25 @@ const STEADY_SHARE: u64 = 256;
 /// What processors can touch in a second.
 const GROWTH_BYTES_PER_S: u64 = 2 << 30;
 const PROTECT_TRIES: u32 = 50;
-/// Stacks that are known at a time.
-pub(crate) const STACKS_MAX: usize = 64;
-/// A stack may be a part of something large that is not.
-const STACK_BYTES_MAX: usize = 8 << 20;
-/// The kernel's word for the end of a thread lies a little below its list of robust futexes, in glibc's control blocks.
-const BELOW_LIST_BYTES: usize = 64;
-/// So long it is believed that the stacks of the same threads are where they were.
+/// So long it is believed that the stack is where it was: it grows.
 const NOTED_NS: u64 = 1_000_000_000;
 
 /// What the threads of the pager know of it.
 pub(crate) struct Brake {
-    /// Where stacks begin and end, as far as they may be protected.
-    stacks: [(AtomicUsize, AtomicUsize); STACKS_MAX],
-    /// They may not be written to.
-    is_on: AtomicBool,
+    /// Where the stack is: the evictor's.
+    known: Place,
+    /// What may not be written to: the thread's that brakes.
+    held: Place,
+    /// Odd while it may not be written to.
+    turn: AtomicU32,
+    /// Somebody has asked for it in this turn: the thread, and the page.
+    asked: (AtomicU32, AtomicUsize),
+    /// There is something on the stack that the kernel writes to.
+    is_barred: AtomicBool,
     /// More has come than could leave so far, and there is more that can.
     is_behind: AtomicBool,
+    /// The program has done hardly anything for a while.
+    is_idle: AtomicBool,
     /// `/proc/self/statm`, and the first thread's `stat` if that could be opened, in the table of descriptors of the pager's threads.
     statm: AtomicI32,
     stat: AtomicI32,
@@ -72,24 +78,52 @@ pub(crate) struct Brake {
     bell: AtomicU32,
 }
 
+/// A range that one thread writes, and others read.
+struct Place {
+    start: AtomicUsize,
+    end: AtomicUsize,
+}
+
+impl Place {
+    const fn none() -> Place {
+        Place { start: AtomicUsize::new(0), end: AtomicUsize::new(0) }
+    }
+
+    /// Who reads it meanwhile finds none.
+    fn set(&self, range: &Range<usize>) {
+        self.end.store(0, SeqCst);
+        self.start.store(range.start, SeqCst);
+        self.end.store(range.end, SeqCst);
+    }
+
+    fn get(&self) -> Option<Range<usize>> {
+        let (end, start) = (self.end.load(SeqCst), self.start.load(SeqCst));
+        (start < end && self.end.load(SeqCst) == end).then_some(start..end)
+    }
+}
+
 impl Brake {
-    /// No stacks.
+    /// No stack is known.
     pub const fn new() -> Brake {
         Brake {
-            stacks: [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; STACKS_MAX],
-            is_on: AtomicBool::new(false),
+            known: Place::none(),
+            held: Place::none(),
+            turn: AtomicU32::new(0),
+            asked: (AtomicU32::new(0), AtomicUsize::new(0)),
+            is_barred: AtomicBool::new(false),
             is_behind: AtomicBool::new(false),
+            is_idle: AtomicBool::new(false),
             statm: AtomicI32::new(-1),
             stat: AtomicI32::new(-1),
             bell: AtomicU32::new(0),
         }
     }
 
-    /// In a copy of the process: nobody is stopped, nor known.
+    /// In a copy of the process: nobody is stopped, and no stack is known.
     pub fn reset(&self) {
-        self.is_on.store(false, Release);
+        self.turn.store(0, SeqCst);
         self.is_behind.store(false, Release);
-        self.put_stacks(core::iter::empty());
+        self.known.set(&(0..0));
     }
 
     /// By what it is seen how much the process has, and where its first thread runs.
@@ -103,9 +137,27 @@ impl Brake {
         self.is_behind.store(is_behind, Release);
     }
 
-    /// Whether threads are stopped.
+    /// Whether the program has done hardly anything for a while.
+    pub fn set_idle(&self, is_idle: bool) {
+        self.is_idle.store(is_idle, Release);
+    }
+
+    /// The kernel writes to something there, and does not wait for a pager when it does. On the stack nobody is stopped from now on. For any thread.
+    pub fn bar(&self, range: &Range<usize>) {
+        if [&self.known, &self.held].into_iter().filter_map(Place::get).any(|stack| overlap(&stack, range)) {
+            self.is_barred.store(true, SeqCst);
+            self.ring();
+        }
+    }
+
+    /// Whether the first thread is stopped.
     pub fn is_on(&self) -> bool {
-        self.is_on.load(Acquire)
+        self.turn.load(SeqCst) & 1 == 1
+    }
+
+    /// What may not be written to, or could not when it was last so.
+    pub fn held(&self) -> Option<Range<usize>> {
+        self.held.get()
     }
 
     /// Wakes its thread.
@@ -114,36 +166,33 @@ impl Brake {
         lock::wake(&self.bell);
     }
 
-    fn put_stacks(&self, stacks: impl Iterator<Item = Range<usize>>) {
-        let stacks = stacks.map(|stack| (stack.start, stack.end)).chain(core::iter::repeat((0, 0)));
-        for (place, (start, end)) in self.stacks.iter().zip(stacks) {
-            place.0.store(start, Release);
-            place.1.store(end, Release);
-        }
-    }
-
-    fn stacks(&self) -> impl Iterator<Item = Range<usize>> {
-        let stacks = self.stacks.iter().map(|(start, end)| start.load(Acquire)..end.load(Acquire));
-        stacks.filter(|stack| !stack.is_empty())
-    }
-
-    /// False when that is to be tried again.
+    /// Stops who writes to the stack, or does so again. False when there is none.
     fn hold(&self, channel: &Channel) -> bool {
-        // Before: the handler must know when somebody asks.
-        self.is_on.store(true, SeqCst);
-        // What is not where it was is not registered for this, or somebody asks for it by and by.
-        self.stacks().all(|stack| protect(channel, &stack, true) != Err(Errno::EAGAIN))
+        if !self.is_on() {
+            let Some(stack) = self.known.get() else { return false };
+            self.held.set(&stack);
+            self.asked.0.store(0, SeqCst);
+            // Before: the handler must know when somebody asks.
+            self.turn.fetch_add(1, SeqCst);
+        }
+        // What cannot be protected now is with the next step.
+        self.held.get().inspect(|stack| _ = protect(channel, stack, true));
+        true
     }
 
     fn let_go(&self, channel: &Channel) {
-        self.is_on.store(false, SeqCst);
-        for stack in self.stacks() {
+        self.turn.fetch_add(1, SeqCst);
+        if let Some(stack) = self.held.get()
+            && protect(channel, &stack, false).is_err()
+        {
             // Who is not let go so comes to the handler.
-            if protect(channel, &stack, false).is_err() {
-                channel.uffd.wake(stack.start, stack.len());
-            }
+            channel.uffd.wake(stack.start, stack.len());
         }
     }
+}
+
+fn overlap(one: &Range<usize>, other: &Range<usize>) -> bool {
+    one.start < other.end && other.start < one.end
 }
 
 /// While the map is changing, as it does with each page that leaves by mremap, the kernel refuses for a moment.
@@ -206,22 +255,25 @@ fn run(pager: &Pager) -> ! {
     sys::ask_for_short_slices(100_000);
     let channel = pager.channel.lock().expect("the evictor opens the channel before it starts this thread");
     let (brake, mut beside, mut last, mut nap_ns) = (&pager.brake, Beside::default(), 0, NAP_MIN_NS);
-    let (mut since_ns, mut is_held) = (None, false);
+    let mut since_ns = None;
     loop {
         let seen_bell = brake.bell.load(Acquire);
         let is_ending = pager.relay.is_ending();
-        let may = !is_ending && !pager.frozen.load(Acquire) && !pager.fork_turn.is_waited_for();
-        let seen = Seen::look(pager).filter(|seen| may && seen.is_behind(pager));
+        let may = !is_ending
+            && !brake.is_barred.load(SeqCst)
+            && !pager.frozen.load(Acquire)
+            && !pager.fork_turn.is_waited_for();
+        let looked = Seen::look(pager);
+        let seen = looked.as_ref().filter(|seen| may && seen.is_behind(pager));
         let now_ns = clock_ns();
-        let wait_ns = match (since_ns, &seen) {
-            (None, Some(seen)) if seen.is_far_over() => {
-                is_held = brake.hold(&channel);
+        let wait_ns = match (since_ns, seen) {
+            (None, Some(seen)) if seen.is_far_over() && brake.hold(&channel) => {
                 since_ns = Some(now_ns);
                 STEP_NS
             }
-            // Once stopped, they stay so until all is within the limit.
+            // Once stopped, it stays so until all is within the limit.
             (Some(since), Some(seen)) if seen.total > seen.limit && now_ns - since < HOLD_NS => {
-                is_held = is_held || brake.hold(&channel);
+                brake.hold(&channel);
                 STEP_NS
             }
             (Some(since), _) => {
@@ -231,102 +283,69 @@ fn run(pager: &Pager) -> ! {
                 RUN_NS
             }
             (None, _) => {
-                let seen = Seen::look(pager);
-                let total = seen.as_ref().map_or(0, |seen| seen.total);
-                let is_steady = total.abs_diff(core::mem::replace(&mut last, total))
-                    < seen.as_ref().map_or(u64::MAX, |seen| seen.limit / STEADY_SHARE);
-                nap_ns = if is_steady { (nap_ns * 2).min(NAP_STEADY_NS) } else { NAP_MIN_NS };
-                seen.map_or(NAP_MAX_NS, |seen| seen.until_far_over_ns()).clamp(nap_ns, NAP_MAX_NS)
+                let (total, limit) = looked.as_ref().map_or((0, u64::MAX), |looked| (looked.total, looked.limit));
+                let is_steady = total.abs_diff(core::mem::replace(&mut last, total)) < limit / STEADY_SHARE;
+                let longest = if brake.is_idle.load(Acquire) { NAP_MAX_NS } else { NAP_STEADY_NS };
+                nap_ns = if is_steady { (nap_ns * 2).min(longest) } else { NAP_MIN_NS };
+                looked.map_or(NAP_MAX_NS, |looked| looked.until_far_over_ns()).clamp(nap_ns, NAP_MAX_NS)
             }
         };
         if is_ending {
             sys::end_thread();
         }
-        if let Some(stat) = file(&brake.stat) {
+        if let Some(stat) = file(&brake.stat).filter(|_| wait_ns < NAP_MAX_NS) {
             beside.follow(stat);
         }
         lock::wait(&brake.bell, seen_bell, Some(wait_ns));
     }
 }
 
-/// The evictor's: which threads there were when it last looked for their stacks, and when that was.
+/// The evictor's: when it last looked for the stack.
+#[derive(Default)]
 pub(crate) struct Noted {
-    lists: [usize; STACKS_MAX],
     at_ns: u64,
 }
 
-impl Default for Noted {
-    fn default() -> Noted {
-        Noted { lists: [0; STACKS_MAX], at_ns: 0 }
-    }
-}
-
 impl Noted {
-    /// Finds the stacks of the program's threads, and has them be such as can be protected.
-    pub fn note_stacks(&mut self, pager: &Pager, channel: &Channel, maps: BorrowedFd<'_>, buffer: &mut MapsBuffer) {
-        let (lists, now_ns) = (lists_of_threads(pager), clock_ns());
-        if lists == self.lists && now_ns - self.at_ns < NOTED_NS {
+    /// Finds the stack of the program's first thread, and has it be such as can be protected.
+    pub fn note_stack(&mut self, pager: &Pager, channel: &Channel, maps: BorrowedFd<'_>, buffer: &mut MapsBuffer) {
+        let now_ns = clock_ns();
+        if now_ns - self.at_ns < NOTED_NS || pager.brake.is_barred.load(SeqCst) {
             return;
         }
-        let state = pager.state.lock();
-        // What the map shows must be what the regions say; nor may what is protected be forgotten.
-        if pager.frozen.load(Acquire) || pager.brake.is_on() || !pager.is_settled(&state) || !channel.is_quiet() {
-            return;
-        }
-        let State { regions, .. } = &**state;
-        let (mut stacks, mut count) = ([const { 0..0 }; STACKS_MAX], 0);
+        let mut stack = 0..0;
         maps::for_each(maps, buffer, |mapping| {
-            let range = mapping.start..mapping.end;
-            let is_registered = regions.containing(range.start).is_some_and(|region| region.end >= range.end);
-            let stack = match range.contains(&pager.main_stack) {
-                true => Some(range.clone()),
-                false if is_registered => stack_in(&range, &lists),
-                false => None,
-            };
-            if let (Some(stack), Some(place)) = (stack, stacks.get_mut(count))
-                // All of the mapping, which would be two else.
-                && channel.uffd.register_for_writes(range.start, range.len(), is_registered).is_ok()
-            {
-                (*place, count) = (stack, count + 1);
+            if (mapping.start..mapping.end).contains(&pager.main_stack) {
+                stack = mapping.start..mapping.end;
             }
         });
-        pager.brake.put_stacks(stacks.into_iter().take(count));
-        (self.lists, self.at_ns) = (lists, now_ns);
-    }
-}
-
-impl Pager {
-    /// Whether a thread whose list of robust futexes is there is the pager's.
-    pub(crate) fn is_own_list(&self, list: usize) -> bool {
-        let own = self.robust as usize;
-        (own..own + size_of::<RobustList>()).contains(&list)
-    }
-}
-
-/// Where the lists of robust futexes of the program's threads are, which are in their control blocks.
-fn lists_of_threads(pager: &Pager) -> [usize; STACKS_MAX] {
-    let (mut lists, mut count) = ([0; STACKS_MAX], 0);
-    process::for_each_thread(|thread| {
-        if let Some(place) = lists.get_mut(count)
-            && let Some(list) = sys::robust_list_of(thread).filter(|list| !pager.is_own_list(*list))
-        {
-            (*place, count) = (list, count + 1);
+        // All of the mapping, which would be two else.
+        if stack.is_empty() || channel.uffd.register_for_writes(stack.start, stack.len()).is_err() {
+            return;
         }
-    });
-    lists
+        pager.brake.known.set(&stack);
+        // What comes to be there from now on is barred by who says so.
+        let state = pager.state.lock();
+        if state.kept.overlaps(&stack) || state.blocks.overlaps(&stack) || pager.fresh_blocks.are_in(&stack) {
+            pager.brake.bar(&stack);
+        }
+        self.at_ns = now_ns;
+    }
 }
 
-/// What lies in a mapping of a stack that has its thread's control block above.
-fn stack_in(mapping: &Range<usize>, lists: &[usize]) -> Option<Range<usize>> {
-    let list = lists.iter().copied().filter(|list| mapping.contains(list)).max()?;
-    let end = (list - BELOW_LIST_BYTES) / PAGE * PAGE;
-    Some(mapping.start.max(end.saturating_sub(STACK_BYTES_MAX))..end).filter(|stack| !stack.is_empty())
-}
-
-/// A thread waits to write to a page: until all are let go, or, if it waits for nothing, no longer.
-pub(crate) fn wants_to_write(pager: &Pager, channel: &Channel, address: usize) {
-    let is_held = || pager.brake.is_on.load(SeqCst) && pager.brake.stacks().any(|stack| stack.contains(&address));
-    if !is_held() && channel.uffd.protect(address, PAGE, false).is_err() {
+/// A thread waits to write to a page: until it is let go, or, if it waits for nothing, no longer.
+pub(crate) fn wants_to_write(pager: &Pager, channel: &Channel, address: usize, thread: u32) {
+    let brake = &pager.brake;
+    let turn = brake.turn.load(SeqCst);
+    let is_held = turn & 1 == 1 && brake.held.get().is_some_and(|stack| stack.contains(&address));
+    let asked_before = || {
+        let (who, page) = (brake.asked.0.swap(thread, SeqCst), brake.asked.1.swap(address, SeqCst));
+        (who, page) == (thread, address)
+    };
+    if is_held && !asked_before() && process::is_in_program(thread) && brake.turn.load(SeqCst) == turn {
+        return;
+    }
+    if channel.uffd.protect(address, PAGE, false).is_err() {
         // The map is changing: it asks again.
         channel.uffd.wake(address, PAGE);
     }
@@ -337,14 +356,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stack_is_what_lies_below_the_control_block_and_not_the_page_it_is_on() {
-        let mapping = 0x10_0000..0x90_1000;
-        assert_eq!(stack_in(&mapping, &[0, 0x90_0900]), Some(0x10_0000..0x90_0000));
-        // The kernel's word is on the page before.
-        assert_eq!(stack_in(&mapping, &[0x90_0010]), Some(0x10_0000..0x8f_f000));
-        assert_eq!(stack_in(&mapping, &[0, 0x9000_0000]), None);
-        assert_eq!(stack_in(&(0x90_0000..0x90_1000), &[0x90_0900]), None, "nothing below");
-        assert_eq!(stack_in(&(0x10_0000..0x1000_0000), &[0xfff_f900]), Some(0xf7f_f000..0xfff_f000), "at most");
+    fn what_the_kernel_writes_to_on_the_stack_bars_and_what_is_elsewhere_does_not() {
+        let brake = Brake::new();
+        brake.bar(&(0..usize::MAX));
+        assert!(!brake.is_barred.load(SeqCst), "no stack is known");
+        brake.known.set(&(0x5000..0x9000));
+        brake.bar(&(0x9000..0xa000));
+        brake.bar(&(0x4000..0x5000));
+        assert!(!brake.is_barred.load(SeqCst));
+        brake.bar(&(0x8ff0..0x9010));
+        assert!(brake.is_barred.load(SeqCst));
     }
 
     #[test]

@@ -79,7 +79,7 @@ pub struct Evictor {
     rests: bool,
     /// Times in a row that the map was still changing when it had been read: a mapping may be registered in part.
     unfinished: u32,
-    stacks: Noted,
+    stack: Noted,
     unseen: Unseen,
     /// The map was read just now, and nothing was in it that is not registered.
     has_all: bool,
@@ -126,7 +126,7 @@ impl Evictor {
             waits: Waits::default(),
             rests: false,
             unfinished: 0,
-            stacks: Noted::default(),
+            stack: Noted::default(),
             unseen: Unseen::default(),
             has_all: false,
             recover: false,
@@ -139,7 +139,7 @@ impl Evictor {
         core::mem::forget(self.files.take());
         self.hand.reset();
         self.unseen.begin_copy();
-        self.stacks = Noted::default();
+        self.stack = Noted::default();
         if let Some(cold) = &mut self.cold {
             cold.reset();
         }
@@ -266,6 +266,7 @@ impl Evictor {
             }
             let over = look.over_pages > 0;
             pager.brake.set_behind(over);
+            pager.brake.set_idle(look.idle);
             let armed = pager.armed.load(Acquire);
             if over && !armed && !self.arm(pager, channel) {
                 pager.brake.set_behind(false);
@@ -290,7 +291,7 @@ impl Evictor {
                 }
             }
             self.note_threads(pager);
-            self.note_stacks(pager, channel, over);
+            self.note_stack(pager, channel, over);
             let can_more = pager.armed.load(Acquire) && self.evict(pager, channel) == Evicted::More;
             // What is known may have left, where there is more that is not.
             let is_to_find = over && pager.exhausted.load(Acquire) && !self.has_all;
@@ -496,10 +497,10 @@ impl Evictor {
         }
     }
 
-    /// Learns where stacks are, for who brakes.
-    fn note_stacks(&mut self, pager: &Pager, channel: &Channel, over: bool) {
+    /// Learns where the stack is, for who brakes.
+    fn note_stack(&mut self, pager: &Pager, channel: &Channel, over: bool) {
         if let Some(files) = self.files.as_ref().filter(|_| over && pager.armed.load(Acquire)) {
-            self.stacks.note_stacks(pager, channel, files.maps.as_fd(), self.registrar.buffer());
+            self.stack.note_stack(pager, channel, files.maps.as_fd(), self.registrar.buffer());
         }
     }
 

@@ -49,7 +49,7 @@ const AWAITED: usize = 32;
 const WAIT_FOR_FRAME_NS: u64 = 2_000_000;
 
 /// A fault waiting for its answer.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 struct Fault {
     page: u64,
     thread: u32,
@@ -223,7 +223,9 @@ impl Handler {
             Some(Message::Fault { address, thread }) => {
                 self.keep(channel, Fault { page: (address / PAGE) as u64, thread });
             }
-            Some(Message::Protected { address }) => crate::brake::wants_to_write(pager, channel, address),
+            Some(Message::Protected { address, thread }) => {
+                crate::brake::wants_to_write(pager, channel, address, thread);
+            }
             Some(Message::Remap { from, to, .. }) if state.own_move == (from, to) => {}
             Some(Message::Remove { start, .. }) if start == channel.bell() => self.is_to_end = true,
             Some(event) => {
@@ -302,6 +304,7 @@ impl Handler {
         let mut since_ns = None;
         loop {
             let read = self.pump(pager, channel, &mut state);
+            since_ns = since_ns.filter(|_| read == 0);
             if (state.pending.is_empty() && !expected)
                 || channel.is_quiet() && crate::events::settle(pager, channel, &mut state)
             {

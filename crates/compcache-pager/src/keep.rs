@@ -53,6 +53,7 @@ impl Pager {
     /// back when they are touched, and stay.
     pub fn keep(&self, address: usize, len: usize) {
         let Some(range) = pages_around(address, len) else { return };
+        self.brake.bar(&range);
         fork::while_nobody_forks(self, || request(self, KEEP, range));
     }
 

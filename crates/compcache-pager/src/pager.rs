@@ -522,7 +522,9 @@ impl Pager {
     /// Starts the handler and who brakes, from the evictor, whose descriptors they share.
     pub fn start_handler(&'static self) -> Result<(), Trouble> {
         self.start_thread(1, Files::Shared, handler_entry)?;
-        self.start_thread(2, Files::Shared, brake::entry)
+        // Without it nobody is held up.
+        let _ = self.start_thread(2, Files::Shared, brake::entry);
+        Ok(())
     }
 
     fn start_thread(

@@ -131,7 +131,7 @@ impl Copied {
             // Whoever waits for a page is woken when it comes.
             Some(Message::Fault { .. }) | None => {}
             // It is the parent who should wait.
-            Some(Message::Protected { address }) => _ = self.uffd.protect(address, PAGE, false),
+            Some(Message::Protected { address, .. }) => _ = self.uffd.protect(address, PAGE, false),
             Some(event) if self.changes.note(event) => {}
             Some(_) => self.told = Told::TooMuch,
         }
@@ -142,6 +142,8 @@ impl Copied {
 
 /// Brings a copy all that was evicted, but for what it is to find empty (MADV_WIPEONFORK).
 pub fn populate(pager: &Pager, state: &mut State, worker: &mut Worker, contents: &mut Page, child: Uffd) {
+    // It is the parent who should wait. What cannot be changed now is when the copy asks for it.
+    pager.brake.held().inspect(|stack| _ = child.protect(stack.start, stack.len(), false));
     let mut copy = Copied::new(child, Changes::empty());
     if !note_wiped(&mut copy.changes) {
         copy.told = Told::TooMuch;

@@ -97,23 +97,45 @@ pub fn ended_with(ours: u64) -> Option<i32> {
     has_one_thread_beside(ours).then_some((status >> 8) as i32 & 0xff)
 }
 
-/// By how many bytes a thread of this process makes memory longer, if it is within mremap(2).
-pub fn grown_by_mremap(thread: u32) -> Option<usize> {
+/// Whether a thread of this process is in its own code, and not in a system call.
+pub fn is_in_program(thread: u32) -> bool {
+    let (mut path, mut line) = ([0u8; 64], [0u8; 256]);
+    let file = text(&mut path, format_args!("/proc/self/task/{thread}/syscall\0")).and_then(open);
+    let read = file.and_then(|file| rustix::io::pread(file, &mut line, 0).ok()).unwrap_or(0);
+    // The number of the call comes first, and -1 is none.
+    line[..read].starts_with(b"-1 ")
+}
+
+/// A call of mremap(2).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Mremap {
+    pub address: usize,
+    /// Whole pages.
+    pub old_len: usize,
+    pub new_len: usize,
+    /// Where it is to be, if the program says so.
+    pub to: Option<usize>,
+}
+
+/// The call of mremap(2) that a thread of this process is within.
+pub fn mremap_of(thread: u32) -> Option<Mremap> {
     let (mut path, mut line) = ([0u8; 64], [0u8; 256]);
     let file = open(text(&mut path, format_args!("/proc/self/task/{thread}/syscall\0"))?)?;
     let read = rustix::io::pread(file, &mut line, 0).ok()?;
-    grown_by(&line[..read])
+    parse_mremap(&line[..read])
 }
 
 /// As such a line says it: the number of the call, its six arguments, and two more addresses.
-fn grown_by(line: &[u8]) -> Option<usize> {
+fn parse_mremap(line: &[u8]) -> Option<Mremap> {
+    const MREMAP_FIXED: usize = 2;
     let mut words = line.split(|&byte| byte == b' ');
     if number(words.next()?)? != linux_raw_sys::general::__NR_mremap.into() {
         return None;
     }
-    let mut length = || hex(words.next()?.strip_prefix(b"0x")?)?.checked_next_multiple_of(PAGE);
-    let (_address, old, new) = (length()?, length()?, length()?);
-    new.checked_sub(old).filter(|grown| *grown > 0)
+    let mut argument = || hex(words.next()?.strip_prefix(b"0x")?);
+    let (address, old, new, flags, to) = (argument()?, argument()?, argument()?, argument()?, argument()?);
+    let [old_len, new_len] = [old.checked_next_multiple_of(PAGE)?, new.checked_next_multiple_of(PAGE)?];
+    Some(Mremap { address, old_len, new_len, to: (flags & MREMAP_FIXED != 0).then_some(to) })
 }
 
 /// That of the first thread, by which it is seen where it runs.
@@ -178,16 +200,19 @@ pub fn page_of(address: usize) -> u64 {
 #[cfg(test)]
 #[allow(unsafe_code, reason = "makes a process that ends")]
 mod tests {
-    use super::grown_by;
+    use super::{Mremap, parse_mremap};
     use crate::sys;
 
     #[test]
-    fn what_a_thread_within_mremap_adds_is_read() {
-        let line = b"25 0x7f0000000000 0x5000000 0x7800001 0x1 0x0 0x0 0x7ffc00 0x7f00\n";
-        assert_eq!(grown_by(line), Some(0x280_1000));
-        for other in ["25 0x1000 0x2000 0x1000 0x1 0x0 0x0 0x1\n", "running\n", "9 0x1 0x2 0x3000 0x1\n", "25 0x1", ""]
-        {
-            assert_eq!(grown_by(other.as_bytes()), None, "{other}");
+    fn a_call_of_mremap_is_read_as_the_kernel_tells_it() {
+        let call = |flags| {
+            parse_mremap(format!("25 0x7f0000 0x5000000 0x7800001 {flags} 0x9f0000 0x0 0x7ffc00 0x7f00\n").as_bytes())
+        };
+        let expected = Mremap { address: 0x7f_0000, old_len: 0x500_0000, new_len: 0x780_1000, to: None };
+        assert_eq!(call("0x1"), Some(expected));
+        assert_eq!(call("0x3"), Some(Mremap { to: Some(0x9f_0000), ..expected }));
+        for other in ["running\n", "9 0x1 0x2 0x3000 0x1 0x0\n", "25 0x1", ""] {
+            assert_eq!(parse_mremap(other.as_bytes()), None, "{other}");
         }
     }
 

@@ -34,6 +34,8 @@ use rustix::net::{
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, Resource};
 
 /// Threads that a pager can have.
+/// The place of who brakes.
+const BRAKE: usize = 2;
 const THREADS_MAX: usize = crate::pager::OWN_THREADS + crate::spill::THREADS;
 /// Numbers that descriptors of the pager's can have, and how many there can be.
 const NUMBERS: RawFd = 256;
@@ -227,6 +229,11 @@ fn is_open(number: RawFd) -> bool {
 pub(crate) fn have_others_end(pager: &Pager, channel: Option<&Channel>) {
     pager.relay.is_ending.store(true, Release);
     pager.brake.ring();
+    // Before the handler: it may have left somebody to that.
+    let number = pager.relay.threads[BRAKE].load(Acquire);
+    while number != 0 && sys::is_own_thread(number) {
+        lock::pause();
+    }
     if let Some(spill) = &pager.spill {
         spill.wake_all();
     }

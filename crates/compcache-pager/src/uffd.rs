@@ -39,7 +39,7 @@ pub enum Message {
     /// A thread waits for the page at `address`.
     Fault { address: usize, thread: u32 },
     /// A thread waits until the page at `address`, which is there, may be written to.
-    Protected { address: usize },
+    Protected { address: usize, thread: u32 },
     /// The process was copied; `child` is a userfaultfd for the copy.
     Fork { child: i32 },
     /// `len` bytes went from `from` to `to`.
@@ -156,12 +156,11 @@ impl Uffd {
         unsafe { sys::ioctl(self.fd, codes::UFFDIO_REGISTER, &mut argument) }.map(drop)
     }
 
-    /// Asks for messages about writes to pages of a range that [`Uffd::protect`] names; and about missing ones as before, if it is registered already.
-    pub fn register_for_writes(&self, start: usize, len: usize, is_registered: bool) -> Result<(), Errno> {
-        let missing = if is_registered { uapi::UFFDIO_REGISTER_MODE_MISSING } else { 0 };
+    /// Asks for messages about writes to pages of a range that [`Uffd::protect`] names, and about nothing else.
+    pub fn register_for_writes(&self, start: usize, len: usize) -> Result<(), Errno> {
         let mut argument = uapi::uffdio_register {
             range: uapi::uffdio_range { start: start as u64, len: len as u64 },
-            mode: u64::from(uapi::UFFDIO_REGISTER_MODE_WP | missing),
+            mode: u64::from(uapi::UFFDIO_REGISTER_MODE_WP),
             ioctls: 0,
         };
         // SAFETY: UFFDIO_REGISTER reads and writes a struct uffdio_register.
@@ -239,7 +238,7 @@ pub fn decode(message: &uapi::uffd_msg) -> Option<Message> {
         let arg = message.arg;
         Some(match u32::from(message.event) {
             uapi::UFFD_EVENT_PAGEFAULT if arg.pagefault.flags & u64::from(uapi::UFFD_PAGEFAULT_FLAG_WP) != 0 => {
-                Message::Protected { address: arg.pagefault.address as usize & !4095 }
+                Message::Protected { address: arg.pagefault.address as usize & !4095, thread: arg.pagefault.feat.ptid }
             }
             uapi::UFFD_EVENT_PAGEFAULT => {
                 Message::Fault { address: arg.pagefault.address as usize & !4095, thread: arg.pagefault.feat.ptid }

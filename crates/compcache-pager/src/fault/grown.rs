@@ -11,9 +11,8 @@ use super::{Fault, Handler};
 use crate::lock::Guard;
 use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State, clock_ns};
-use crate::process;
+use crate::process::{self, Mremap};
 use crate::remap::News;
-use crate::scan;
 use crate::uffd::{self, Message};
 use alloc::boxed::Box;
 use core::ops::Range;
@@ -32,7 +31,17 @@ const NOBODY: u32 = 0;
 pub(super) struct Grown {
     /// The fault that is being answered.
     pub answering: Option<Fault>,
-    parts: [Range<usize>; PARTS_MAX],
+    /// Who was told to ask once more: what was read may be older than what he waits for now.
+    asked: [Option<(Fault, Mremap)>; PARTS_MAX],
+    asked_next: usize,
+    parts: [Option<Part>; PARTS_MAX],
+}
+
+/// The new part of what a thread makes longer.
+struct Part {
+    thread: u32,
+    call: Mremap,
+    range: Range<usize>,
 }
 
 impl Grown {
@@ -69,33 +78,55 @@ impl Grown {
         }
     }
 
-    /// False when who waits there is not within mremap.
+    /// False when who waits there does not wait for that; else it goes on, perhaps to ask again.
     fn leave_one(&mut self, channel: &Channel, fault: Fault) -> bool {
-        let Some(len) = process::grown_by_mremap(fault.thread) else { return false };
         let start = fault.page as usize * PAGE;
-        // It may have waited for something else, before.
-        if scan::is_there(channel.pagemap(), start) != Some(false) {
-            return false;
-        }
-        // The registrar may have found it, and registered it again.
-        let known = self.parts.iter().find(|part| part.contains(&start)).cloned();
-        if known.is_none() {
-            let Some(place) = self.parts.iter_mut().find(|place| place.end == place.start) else { return false };
+        let Some(call) = process::mremap_of(fault.thread).filter(|call| moves_to(call, start)) else { return false };
+        let asks = Some((fault, call));
+        let Some(asked) = self.asked.iter_mut().find(|asked| **asked == asks) else {
+            self.asked[self.asked_next] = asks;
+            self.asked_next = (self.asked_next + 1) % PARTS_MAX;
+            channel.uffd.wake(start, PAGE);
+            return true;
+        };
+        *asked = None;
+        let mut parts = self.parts.iter().flatten();
+        let known = parts.find(|part| (part.thread, part.call) == (fault.thread, call) && part.range.contains(&start));
+        let range = match known {
+            // The registrar has found it, and registered it again.
+            Some(part) => start..part.range.end,
             // Nothing is there yet, and it begins at the beginning.
-            *place = start..start + len;
-        }
-        channel.uffd.unregister(start, known.map_or(len, |part| part.end - start)).is_ok()
+            None => {
+                let range = start..start + (call.new_len - call.old_len);
+                if call.to.is_some_and(|to| to + call.old_len != start) {
+                    return false;
+                }
+                let of_others = |part: &Option<Part>| part.as_ref().is_none_or(|part| part.thread == fault.thread);
+                let Some(place) = self.parts.iter_mut().find(|part| of_others(part)) else { return false };
+                *place = Some(Part { thread: fault.thread, call, range: range.clone() });
+                range
+            }
+        };
+        channel.uffd.unregister(range.start, range.len()).is_ok()
     }
 
     /// Something has been told: if it is that the old part has moved, the new one, behind it, is registered as that is.
     pub fn told(&mut self, channel: &Channel, event: &Message) {
         let Message::Remap { to, len, .. } = event else { return };
-        for part in self.parts.iter_mut().filter(|part| part.end > part.start && part.start == to + len) {
-            // If it is not what it was: nobody misses anything there, and the registrar finds what there is.
-            let _ = channel.uffd.register(part.start, part.len());
-            *part = 0..0;
+        for place in &mut self.parts {
+            if let Some(part) = place.take_if(|part| part.range.start == to + len) {
+                // If it is not what it was: nobody misses anything there, and the registrar finds what there is.
+                let _ = channel.uffd.register(part.range.start, part.range.len());
+            }
         }
     }
+}
+
+/// Whether a page may be of the new part of what a call makes longer and moves. What grows where it is is answered as ever: nothing is untold.
+fn moves_to(call: &Mremap, page: usize) -> bool {
+    let is_there = (call.address..call.address.saturating_add(call.new_len)).contains(&page);
+    let is_before = |to| page < to + call.old_len || page >= to + call.new_len;
+    call.new_len > call.old_len && !is_there && !call.to.is_some_and(is_before)
 }
 
 /// The thread goes on, and may soon be within mremap for something else: what it has asked for is not asked for any more.
@@ -124,8 +155,28 @@ impl Handler {
         let Handler { early, grown, pending, pending_len, .. } = self;
         let mut since_ns = None;
         early.lock(pager, channel, &pager.state, |news| match news {
-            News::Read(message) => uffd::decode(message).iter().for_each(|event| grown.told(channel, event)),
+            News::Read(message) => {
+                since_ns = None;
+                uffd::decode(message).iter().for_each(|event| grown.told(channel, event));
+            }
             News::Nothing(messages) => grown.leave(channel, &mut since_ns, &mut pending[..*pending_len], messages),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_to_the_kernel_is_the_new_part_of_what_moves() {
+        let fixed = Mremap { address: 0x10_0000, old_len: 0x4000, new_len: 0x9000, to: Some(0x50_0000) };
+        assert!(moves_to(&fixed, 0x50_4000) && moves_to(&fixed, 0x50_8000));
+        for elsewhere in [0x50_3000, 0x50_9000, 0x10_4000, 0x40_0000] {
+            assert!(!moves_to(&fixed, elsewhere), "{elsewhere:#x}");
+        }
+        let anywhere = Mremap { to: None, ..fixed };
+        assert!(moves_to(&anywhere, 0x90_4000) && !moves_to(&anywhere, 0x10_4000), "it may grow where it is");
+        assert!(!moves_to(&Mremap { new_len: 0x4000, ..fixed }, 0x50_4000), "no longer");
     }
 }

@@ -42,6 +42,13 @@ impl Limits {
             "no limit: this process is in no memory cgroup with a limit below the machine's RAM.\n  \
              Say how much the program may use, for example: compcache run --ram 512M -- PROGRAM",
         )?;
-        Ok(Self { ram_bytes: cgroup.bytes / 10 * 9, resident_bytes: 0 })
+        let ram_bytes = cgroup.bytes / 10 * 9;
+        if ram_bytes < LEAST_BYTES {
+            let (file, bytes) = (cgroup.file.display(), Shown(cgroup.bytes));
+            return Err(Failure::usage(format!(
+                "{file} says {bytes}, too little for any program; name another limit with --ram"
+            )));
+        }
+        Ok(Self { ram_bytes, resident_bytes: 0 })
     }
 }

@@ -117,7 +117,7 @@ fn write_kill(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
     if stats.exit_status != Some(KILLED_STATUS) || !is_near {
         return Ok(());
     }
-    let less = (stats.ram_limit_bytes / 8 * 7) >> 20;
+    let less = (stats.ram_limit_bytes / 8 * 7 >> 20).max(1);
     writeln!(
         out,
         "  {program} was killed (SIGKILL). If that was the kernel, for a memory cgroup or a machine that was full (`dmesg` says so), leave it more: --ram {less}M"
@@ -137,11 +137,14 @@ fn write_growth(out: &mut String, stats: &Stats) -> fmt::Result {
     }
     if let Some(over) = over(total, ram, GAP_SHARE) {
         let (stored, compressed) = (stats.orig_data_peak_bytes, stats.compr_data_at_peak_bytes);
-        let spills = stats.spill_written_pages != 0;
+        let (spills, held) = (stats.spill_written_pages != 0, stats.mem_used_at_peak_bytes);
         let why = match (stored < 2 * compressed, spills) {
             (true, false) => "the content compresses badly",
             (true, true) => "it grew faster than its pages could be written, or the files could take no more",
-            (false, _) => "it grew faster than pages could leave, or uses more than that at once",
+            (false, _) if held >= ram => "even compressed it was more than that",
+            (false, _) => {
+                "it grew faster than pages could leave, uses more than that at once, or has memory that cannot leave (locked, or executable)"
+            }
         };
         writeln!(out, "  over --ram by {over}: {why}. Nothing was lost.")?;
         let enough = (total + total / 10).next_multiple_of(1 << 20) >> 20;
@@ -259,6 +262,13 @@ mod tests {
     fn growth_over_the_limit_says_what_would_help() {
         let text = render(&Stats { total_peak_bytes: 700 * MIB, ..stats() }, "sort");
         assert!(text.contains("over --ram by 188.0 MiB") && text.contains("--codec zstd"), "{text}");
+    }
+
+    #[test]
+    fn what_is_too_large_compressed_is_told_so() {
+        let text =
+            render(&Stats { total_peak_bytes: 700 * MIB, mem_used_at_peak_bytes: 600 * MIB, ..stats() }, "luajit");
+        assert!(text.contains("by 188.0 MiB: even compressed it was more than that."), "{text}");
     }
 
     #[test]
