@@ -117,7 +117,7 @@ fn write_kill(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
     if stats.exit_status != Some(KILLED_STATUS) || !is_near {
         return Ok(());
     }
-    let less = (stats.ram_limit_bytes / 8 * 7 >> 20).max(1);
+    let less = ((stats.ram_limit_bytes / 8 * 7) >> 20).max(1);
     writeln!(
         out,
         "  {program} was killed (SIGKILL). If that was the kernel, for a memory cgroup or a machine that was full (`dmesg` says so), leave it more: --ram {less}M"
