@@ -97,13 +97,17 @@ pub fn ended_with(ours: u64) -> Option<i32> {
     has_one_thread_beside(ours).then_some((status >> 8) as i32 & 0xff)
 }
 
+/// What a thread of this process does, as the kernel tells it: the number of its system call, the arguments, and where its stack and its code are. -1 is no call.
+fn read_call(thread: u32, line: &mut [u8; 256]) -> Option<&[u8]> {
+    let mut path = [0u8; 64];
+    let file = open(text(&mut path, format_args!("/proc/self/task/{thread}/syscall\0"))?)?;
+    let read = rustix::io::pread(file, &mut line[..], 0).ok()?;
+    Some(&line[..read])
+}
+
 /// Whether a thread of this process is in its own code, and not in a system call.
 pub fn is_in_program(thread: u32) -> bool {
-    let (mut path, mut line) = ([0u8; 64], [0u8; 256]);
-    let file = text(&mut path, format_args!("/proc/self/task/{thread}/syscall\0")).and_then(open);
-    let read = file.and_then(|file| rustix::io::pread(file, &mut line, 0).ok()).unwrap_or(0);
-    // The number of the call comes first, and -1 is none.
-    line[..read].starts_with(b"-1 ")
+    read_call(thread, &mut [0; 256]).is_some_and(|line| line.starts_with(b"-1 "))
 }
 
 /// A call of mremap(2).
@@ -119,10 +123,7 @@ pub struct Mremap {
 
 /// The call of mremap(2) that a thread of this process is within.
 pub fn mremap_of(thread: u32) -> Option<Mremap> {
-    let (mut path, mut line) = ([0u8; 64], [0u8; 256]);
-    let file = open(text(&mut path, format_args!("/proc/self/task/{thread}/syscall\0"))?)?;
-    let read = rustix::io::pread(file, &mut line, 0).ok()?;
-    parse_mremap(&line[..read])
+    parse_mremap(read_call(thread, &mut [0; 256])?)
 }
 
 /// As such a line says it: the number of the call, its six arguments, and two more addresses.

@@ -147,22 +147,17 @@ impl Uffd {
 
     /// Asks for messages about missing pages of a range.
     pub fn register(&self, start: usize, len: usize) -> Result<(), Errno> {
-        let mut argument = uapi::uffdio_register {
-            range: uapi::uffdio_range { start: start as u64, len: len as u64 },
-            mode: u64::from(uapi::UFFDIO_REGISTER_MODE_MISSING),
-            ioctls: 0,
-        };
-        // SAFETY: UFFDIO_REGISTER reads and writes a struct uffdio_register.
-        unsafe { sys::ioctl(self.fd, codes::UFFDIO_REGISTER, &mut argument) }.map(drop)
+        self.register_as(start, len, uapi::UFFDIO_REGISTER_MODE_MISSING)
     }
 
     /// Asks for messages about writes to pages of a range that [`Uffd::protect`] names, and about nothing else.
     pub fn register_for_writes(&self, start: usize, len: usize) -> Result<(), Errno> {
-        let mut argument = uapi::uffdio_register {
-            range: uapi::uffdio_range { start: start as u64, len: len as u64 },
-            mode: u64::from(uapi::UFFDIO_REGISTER_MODE_WP),
-            ioctls: 0,
-        };
+        self.register_as(start, len, uapi::UFFDIO_REGISTER_MODE_WP)
+    }
+
+    fn register_as(&self, start: usize, len: usize, mode: u32) -> Result<(), Errno> {
+        let range = uapi::uffdio_range { start: start as u64, len: len as u64 };
+        let mut argument = uapi::uffdio_register { range, mode: mode.into(), ioctls: 0 };
         // SAFETY: UFFDIO_REGISTER reads and writes a struct uffdio_register.
         unsafe { sys::ioctl(self.fd, codes::UFFDIO_REGISTER, &mut argument) }.map(drop)
     }
