@@ -313,23 +313,26 @@ impl Noted {
         if now_ns - self.at_ns < NOTED_NS || pager.brake.is_barred.load(SeqCst) {
             return;
         }
+        self.at_ns = now_ns;
         let mut stack = 0..0;
         maps::for_each(maps, buffer, |mapping| {
             if (mapping.start..mapping.end).contains(&pager.main_stack) {
                 stack = mapping.start..mapping.end;
             }
         });
-        // All of the mapping, which would be two else.
-        if stack.is_empty() || channel.uffd.register_for_writes(stack.start, stack.len()).is_err() {
+        let state = pager.state.lock();
+        // What the program may have in that place by now would lose its missing pages; and all of the mapping, which would be two else.
+        if stack.is_empty()
+            || state.regions.overlaps(&stack)
+            || channel.uffd.register_for_writes(stack.start, stack.len()).is_err()
+        {
             return;
         }
         pager.brake.known.set(&stack);
         // What comes to be there from now on is barred by who says so.
-        let state = pager.state.lock();
         if state.kept.overlaps(&stack) || state.blocks.overlaps(&stack) || pager.fresh_blocks.are_in(&stack) {
             pager.brake.bar(&stack);
         }
-        self.at_ns = now_ns;
     }
 }
 
