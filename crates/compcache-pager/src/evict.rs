@@ -416,8 +416,14 @@ impl Evictor {
                 frames.end..staging.end
             }
         };
-        state.staging.reset(frames.start, frames.len() / (GROUP * PAGE));
-        if !register_patiently(channel, registered) || !channel.make_gate() || pager.start_handler().is_err() {
+        let code = pager.code.in_use().map(|code| code.start);
+        state.staging.reset(frames.start, frames.len() / (GROUP * PAGE), code);
+        let has_code = code.is_none() || pager.code.register(channel);
+        if !has_code
+            || !register_patiently(channel, registered)
+            || !channel.make_gate()
+            || pager.start_handler().is_err()
+        {
             pager.region.note_trouble(crate::shared::Trouble::NoThread, 0);
             return false;
         }
@@ -556,7 +562,7 @@ impl Evictor {
                 continue;
             }
             if state.staging.staged.len() > state.staging.held_groups(state.limit_pages)
-                || state.staging.empty.is_empty()
+                || !state.staging.has_empty(self.hand.kind())
             {
                 if !self.compress_oldest(pager, state) {
                     self.bury(pager, channel, pager.state.lock());

@@ -12,7 +12,7 @@ use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State, Way};
 use crate::process;
 use crate::scan::ScanBuffer;
-use crate::staging::{FILLED_AT_ONCE, GROUP};
+use crate::staging::{FILLED_AT_ONCE, GROUP, Kind};
 use crate::sys::Errno;
 use crate::table::{HEAT_MAX, Phase, Word};
 use core::ops::Range;
@@ -51,6 +51,9 @@ pub struct Hand {
     /// Most pages to be moved with the next call, and pages to pass over when one alone is refused.
     most: usize,
     odd: usize,
+    /// What the frames are to be like that pages move to next, and what did not move to the others.
+    kind: Kind,
+    refused: Range<usize>,
     before_span: (usize, Range<usize>),
     /// Pages that are not the process's alone: a copy of it may share them, or the kernel may drop them whenever it likes (MADV_FREE), in staging as well.
     loose: [usize; LOOSE_MAX],
@@ -74,6 +77,8 @@ impl Hand {
             at: 0,
             most: GROUP * FILLED_AT_ONCE,
             odd: 0,
+            kind: Kind::Data,
+            refused: 0..0,
             before_span: (0, 0..0),
             loose: [0; LOOSE_MAX],
             loose_count: 0,
@@ -103,6 +108,28 @@ impl Hand {
     /// Pages have moved.
     pub fn moved(&mut self) {
         (self.most, self.odd) = (GROUP * FILLED_AT_ONCE, 0);
+    }
+
+    /// What the pages under the hand are taken for.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// `pages` at `address` did not move, perhaps because they may be executed and the frames may not, or the reverse: they are tried
+    /// with the others. False when they were.
+    pub fn tries_other_kind(&mut self, address: usize, pages: usize) -> bool {
+        let refused = address..address + pages * PAGE;
+        if self.refused == refused {
+            self.refused = 0..0;
+            return false;
+        }
+        self.kind = match self.kind {
+            Kind::Data => Kind::Code,
+            Kind::Code => Kind::Data,
+        };
+        self.go_back(address);
+        self.refused = refused;
+        true
     }
 
     /// Whether [`Hand::take_loose`] has as many pages as there is room for.

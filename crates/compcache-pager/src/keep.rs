@@ -24,6 +24,7 @@ use crate::lock;
 use crate::memory::{self, PAGE};
 use crate::pager::{BEHIND_FRAMES_BYTES, MORGUE_BYTES, Pager, State};
 use crate::process::page_of;
+use crate::staging::Kind;
 use core::ffi::c_void;
 use core::ops::Range;
 use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering::*};
@@ -76,8 +77,9 @@ impl Pager {
         let bell_start = start + staging - PAGE;
         let [frames, staging] = if self.remapping.shares_staging() { [0; 2] } else { [frames, staging] };
         let bell = if staging > 0 { PAGE } else { 0 };
-        let morgue = (self.morgue_start, MORGUE_BYTES);
-        for (start, len) in [(start, frames), (bell_start, bell), morgue] {
+        let morgue = (self.morgue(Kind::Data), MORGUE_BYTES);
+        let code = self.code.in_use().map_or((0, 0), |code| (code.start, code.len()));
+        for (start, len) in [(start, frames), (bell_start, bell), morgue, code] {
             // SAFETY: nothing is staged and nobody stages anything before `fork::parent`.
             let _ = unsafe { memory::set_access(start, len, false) };
         }
@@ -91,6 +93,9 @@ impl Pager {
                 let _ = rustix::mm::munlock(start as *mut c_void, len);
                 let _ = memory::set_access(start, len, true);
             }
+        }
+        if code.1 > 0 {
+            self.code.allow();
         }
         fork::parent(self);
         result

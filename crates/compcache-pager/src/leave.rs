@@ -12,7 +12,7 @@ use crate::pager::{Channel, Pager, State, Way, clock_ns};
 use crate::process;
 use crate::remap;
 use crate::shared::Trouble;
-use crate::staging::{BURIED_AT_ONCE, Frame, GROUP};
+use crate::staging::{BURIED_AT_ONCE, Frame, GROUP, Kind};
 use crate::sys::Errno;
 use crate::table::{Phase, Word};
 use alloc::boxed::Box;
@@ -42,15 +42,15 @@ impl Evictor {
         for (left, &group) in left.iter_mut().zip(groups) {
             *left = state.staging.groups[group].present;
         }
-        let frames_start = state.staging.start;
+        let places = state.staging.places;
         state.under_way += 1;
         drop(state);
-        let (mut buried, mut at) = (0, 0);
+        let (mut buried, mut at) = ([0; 2], 0);
         while let Some(run) = next_run_of_frames(groups, &left, at) {
-            let start = frames_start + run.start * PAGE;
+            let (kind, start) = (Kind::of(run.start), places.address(run.start as Frame));
             let gone = match channel.way {
                 Way::Move { quiet } => {
-                    let grave = pager.morgue_start + buried * PAGE;
+                    let grave = pager.morgue(kind) + buried[kind as usize] * PAGE;
                     channel.move_pages(quiet, grave, start, run.len() * PAGE).0 / PAGE
                 }
                 Way::Remap => drop_contents(start, run.len()),
@@ -60,13 +60,16 @@ impl Evictor {
                     left[place] &= !(1 << (frame % GROUP));
                 }
             }
-            buried += gone;
+            buried[kind as usize] += gone;
             // One that will not go does not keep those behind it.
             at = run.start + (gone + 1).min(run.len());
         }
-        if buried > 0 && matches!(channel.way, Way::Move { .. }) {
-            drop_contents(pager.morgue_start, buried);
+        for kind in [Kind::Data, Kind::Code] {
+            if buried[kind as usize] > 0 && matches!(channel.way, Way::Move { .. }) {
+                drop_contents(pager.morgue(kind), buried[kind as usize]);
+            }
         }
+        let buried: usize = buried.iter().sum();
         let mut state = pager.state.lock();
         state.under_way -= 1;
         for (&left, &group) in left.iter().zip(groups) {
@@ -86,21 +89,39 @@ impl Evictor {
     /// processor idle, and one that idles need not be interrupted for every move (docs/decisions/0006). Into several groups
     /// when as many neighbours move with one call, or while the small queue has more (docs/decisions/0017).
     pub fn fill_groups(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> Filled {
+        let mut wrapped = 0;
+        loop {
+            if let Some(filled) = self.fill_groups_of_kind(pager, channel, state, &mut wrapped) {
+                return filled;
+            }
+        }
+    }
+
+    /// With pages of one kind; `None` when there are none before the first of the other. `wrapped` is how often the hand has been everywhere: what
+    /// moves to frames of neither kind is not tried for ever.
+    fn fill_groups_of_kind(
+        &mut self,
+        pager: &Pager,
+        channel: &Channel,
+        state: &mut State,
+        wrapped: &mut u32,
+    ) -> Option<Filled> {
         if pager.has_devices() {
-            return Filled::Nothing;
+            return Some(Filled::Nothing);
         }
         if !pager.is_settled(state) {
-            return Filled::EventPending;
+            return Some(Filled::EventPending);
         }
         let most = self.hand.begin(pager, channel, state);
-        let Some(groups) = state.staging.take_empty(most) else { return Filled::Nothing };
-        let (mut filled, mut wrapped, mut outcome) = (0, 0, Filled::Nothing);
+        let kind = self.hand.kind();
+        let Some(groups) = state.staging.take_empty(most, kind) else { return Some(Filled::Nothing) };
+        let (mut filled, mut outcome) = (0, Filled::Nothing);
         let (mut wanted, begun_ns) = (groups.len() * GROUP, clock_ns());
         // Pages that are not the process's alone are made so, and moved the next time, before the hand goes on.
-        while filled < wanted && !self.hand.has_many_loose() {
+        while filled < wanted && !self.hand.has_many_loose() && self.hand.kind() == kind {
             let frame = (groups.start * GROUP + filled) as Frame;
             let room = wanted - filled;
-            if !self.hand.next_run(pager, channel, state, room, &mut wrapped) {
+            if !self.hand.next_run(pager, channel, state, room, wrapped) {
                 break;
             }
             let piece = match channel.way {
@@ -129,11 +150,11 @@ impl Evictor {
             }
         }
         if staged == 0 {
-            return outcome;
+            return (self.hand.kind() == kind).then_some(outcome);
         }
         self.hand.filled(staged);
         pager.exhausted.store(false, Release);
-        Filled::Some
+        Some(Filled::Some)
     }
 
     /// Moves the next cold pages that are neighbours to the frames from `frame` on. Returns how many frames that took;
@@ -177,6 +198,8 @@ impl Evictor {
                 self.hand.go_back(stopped_at);
                 return Some(moved + 1);
             }
+            Some(Errno::EINVAL)
+                if state.staging.has_code() && self.hand.tries_other_kind(stopped_at, pages - moved) => {}
             Some(errno) => self.hand.pass_over(stopped_at, pages - moved, errno),
         }
         Some(moved)

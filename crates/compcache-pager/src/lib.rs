@@ -8,6 +8,7 @@
 //! | `pager`    | what the threads share, and how they start                                |
 //! | `evict`    | the evictor: limit, staging                                               |
 //! | `registrar` | reads the map, and registers what has come                               |
+//! | `code`     | staging for what may be executed                                          |
 //! | `leave`    | pages go to staging, frames back to the system                            |
 //! | `remap`    | the way out for kernels without UFFDIO_MOVE                               |
 //! | `hand`     | finds cold pages                                                          |
@@ -45,6 +46,8 @@ mod around;
 mod blocks;
 #[allow(unsafe_code, reason = "its thread is given a pager and descriptors")]
 mod brake;
+#[allow(unsafe_code, reason = "gives ranges of the pager's own their rights")]
+mod code;
 mod cold;
 #[allow(unsafe_code, reason = "reads frames of staging")]
 mod compress;

@@ -23,6 +23,7 @@
 
 use crate::blocks::FreshBlocks;
 use crate::brake::{self, Brake};
+use crate::code::CodeFrames;
 use crate::cold::Cold;
 use crate::copies::Copies;
 use crate::cpus;
@@ -41,7 +42,7 @@ use crate::scan::{self, ScanBuffer};
 use crate::shared::{EvictionWay, ProcessSlot, Region, RunCodec, SpillNews, Trouble};
 use crate::small::SmallQueue;
 use crate::spill::{self, Spill};
-use crate::staging::{GROUP, Staging, groups_of_process};
+use crate::staging::{GROUP, Kind, Staging, groups_of_process};
 use crate::sys::{self, Errno, Files, RobustList};
 use crate::table::PageTable;
 use crate::uffd::{Features, Uffd};
@@ -306,7 +307,8 @@ pub struct Pager {
     is_filtered: AtomicBool,
     /// Staging's.
     pub(crate) frames: Range<usize>,
-    pub(crate) morgue_start: usize,
+    morgue_start: usize,
+    pub(crate) code: CodeFrames,
     unreadable: usize,
     /// An address in the stack of the program's first thread.
     pub(crate) main_stack: usize,
@@ -421,6 +423,7 @@ impl Pager {
             unreadable: memory::reserve(PAGE).map_err(no_memory)? as usize,
             main_stack: &raw const remaps as usize,
             morgue_start: memory::map(MORGUE_BYTES).map_err(no_memory)? as usize,
+            code: CodeFrames::reserve().map_err(no_memory)?,
             stacks: [stack()?, stack()?, stack()?],
             robust: Box::into_raw(Box::new(RobustList::empty())),
         };
@@ -641,6 +644,14 @@ impl Pager {
         let (quiet, _) = Uffd::open(false)?;
         quiet.register(self.morgue_start, MORGUE_BYTES).inspect_err(|_| quiet.close())?;
         Ok(quiet)
+    }
+
+    /// Where frames of a kind are moved to be given back.
+    pub(crate) fn morgue(&self, kind: Kind) -> usize {
+        match kind {
+            Kind::Data => self.morgue_start,
+            Kind::Code => self.code.morgue(),
+        }
     }
 
     /// Whether the program has had more than one thread.

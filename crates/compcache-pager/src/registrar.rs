@@ -17,6 +17,7 @@ use alloc::boxed::Box;
 use core::ops::Range;
 use core::sync::atomic::Ordering::Acquire;
 use rustix::fd::BorrowedFd;
+use rustix::mm::MprotectFlags;
 
 /// Ranges smaller than this are left alone.
 const REGION_BYTES_MIN: usize = 16 << 10;
@@ -88,6 +89,9 @@ impl Registrar {
             let mut state = pager.state.lock();
             if pager.frozen.load(Acquire) {
                 return Registered::Frozen;
+            }
+            if candidates.has_code && !state.staging.has_code() && pager.code.open(channel) {
+                state.staging.add_code(pager.code.start());
             }
             // What is registered and not held would be taken for new, and what is stored of it for nobody's.
             if state.regions.has_lost() {
@@ -184,6 +188,8 @@ const ADDRESSES_END: usize = PAGES as usize * PAGE;
 struct Candidates {
     found_end: usize,
     small: Range<usize>,
+    /// Some of them may be executed.
+    has_code: bool,
 }
 
 impl Candidates {
@@ -197,6 +203,7 @@ impl Candidates {
         let large = range.len() >= REGION_BYTES_MIN;
         // A small one beside a large one may be what is left of the same mapping, which is whole again when both are
         // registered.
+        self.has_code |= mapping.writable && mapping.rights.contains(MprotectFlags::EXEC);
         if mapping.writable && (large || range.start == self.found_end) {
             if self.small.end == range.start {
                 found.add(self.small.clone());

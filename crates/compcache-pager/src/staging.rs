@@ -36,6 +36,11 @@ const SHARE: usize = 16;
 const GROUPS_MIN: usize = 6;
 /// Most groups there can be: 64 MiB of frames.
 pub const GROUPS_MAX: usize = 256;
+/// Groups for memory that may be executed ([`crate::code`]): 4 MiB of frames.
+pub const CODE_GROUPS: usize = 16;
+/// The first of them. The number before it is no group's: no run of frames goes from the ones to the others.
+const CODE_FIRST: usize = GROUPS_MAX + 1;
+const NUMBERS: usize = CODE_FIRST + CODE_GROUPS;
 /// Most groups where each frame that there could be is counted as one that there is.
 const GROUPS_COUNTED_MAX: usize = 32;
 
@@ -45,16 +50,39 @@ pub fn groups_of_process(limit_bytes: u64, is_counted: bool) -> usize {
     groups_for(limit_bytes / PAGE as u64, most).max(GROUPS_MIN)
 }
 
+/// What a frame may hold: pages move between memory of the same rights only (UFFDIO_MOVE).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// What may be read and written.
+    Data,
+    /// What may be executed, too.
+    Code,
+}
+
+impl Kind {
+    /// The kind of a frame.
+    pub fn of(frame: usize) -> Kind {
+        if frame < CODE_FIRST * GROUP { Kind::Data } else { Kind::Code }
+    }
+
+    fn groups(self) -> Range<usize> {
+        match self {
+            Kind::Data => 0..GROUPS_MAX,
+            Kind::Code => CODE_FIRST..NUMBERS,
+        }
+    }
+}
+
 /// A set of group numbers with first-in, first-out order.
 pub struct Queue {
-    ring: [u16; GROUPS_MAX],
+    ring: [u16; NUMBERS],
     head: usize,
     len: usize,
 }
 
 impl Queue {
     const fn new() -> Queue {
-        Queue { ring: [0; GROUPS_MAX], head: 0, len: 0 }
+        Queue { ring: [0; NUMBERS], head: 0, len: 0 }
     }
 
     /// How many groups are queued.
@@ -64,15 +92,15 @@ impl Queue {
 
     /// Adds a group at the end.
     pub fn push(&mut self, group: usize) {
-        debug_assert!(self.len < GROUPS_MAX);
-        self.ring[(self.head + self.len) % GROUPS_MAX] = group as u16;
+        debug_assert!(self.len < NUMBERS);
+        self.ring[(self.head + self.len) % NUMBERS] = group as u16;
         self.len += 1;
     }
 
     /// Adds a group at the front: the next to be popped.
     pub fn push_front(&mut self, group: usize) {
-        debug_assert!(self.len < GROUPS_MAX);
-        self.head = (self.head + GROUPS_MAX - 1) % GROUPS_MAX;
+        debug_assert!(self.len < NUMBERS);
+        self.head = (self.head + NUMBERS - 1) % NUMBERS;
         self.ring[self.head] = group as u16;
         self.len += 1;
     }
@@ -83,7 +111,7 @@ impl Queue {
             return None;
         }
         let group = self.ring[self.head];
-        self.head = (self.head + 1) % GROUPS_MAX;
+        self.head = (self.head + 1) % NUMBERS;
         self.len -= 1;
         Some(group as usize)
     }
@@ -91,17 +119,18 @@ impl Queue {
 
 /// A set of group numbers.
 pub struct Set {
-    bits: [u64; GROUPS_MAX / 64],
+    bits: [u64; NUMBERS.div_ceil(64)],
 }
 
 impl Set {
     const fn new() -> Set {
-        Set { bits: [0; GROUPS_MAX / 64] }
+        Set { bits: [0; NUMBERS.div_ceil(64)] }
     }
 
     /// Whether there is none.
-    pub fn is_empty(&self) -> bool {
-        self.bits == [0; GROUPS_MAX / 64]
+    #[cfg(test)]
+    fn is_empty(&self) -> bool {
+        self.bits.iter().all(|&bits| bits == 0)
     }
 
     /// Adds a group.
@@ -117,14 +146,14 @@ impl Set {
         self.bits[group / 64] &= !(1 << (group % 64));
     }
 
-    /// Takes `most` neighbours, or else the most there are.
-    fn take(&mut self, most: usize) -> Option<Range<usize>> {
+    /// Takes `most` neighbours of those `within`, or else the most there are.
+    fn take(&mut self, most: usize, within: Range<usize>) -> Option<Range<usize>> {
         let mut best = 0..0;
-        let mut at = 0;
+        let mut at = within.start;
         while best.len() < most
-            && let Some(start) = (at..GROUPS_MAX).find(|&group| self.has(group))
+            && let Some(start) = (at..within.end).find(|&group| self.has(group))
         {
-            let len = (start..GROUPS_MAX).take(most).take_while(|&group| self.has(group)).count();
+            let len = (start..within.end).take(most).take_while(|&group| self.has(group)).count();
             if len > best.len() {
                 best = start..start + len;
             }
@@ -148,12 +177,12 @@ pub struct Group {
 
 /// All groups, and the lists they are in.
 pub struct Staging {
-    /// Address of frame 0.
-    pub start: usize,
+    /// Where the frames are.
+    pub places: Places,
     /// How many groups are in use.
     pub groups_max: usize,
     /// The groups.
-    pub groups: [Group; GROUPS_MAX],
+    pub groups: [Group; NUMBERS],
     /// Groups whose frames hold nothing.
     pub empty: Set,
     /// Groups whose frames hold pages.
@@ -161,7 +190,7 @@ pub struct Staging {
     /// Groups with garbage frames.
     pub free: Set,
     /// Groups that are never used again: something else is mapped at some of their frames.
-    retired: [bool; GROUPS_MAX],
+    retired: [bool; NUMBERS],
     /// Garbage frames in `free`.
     pub free_frames: usize,
 }
@@ -169,22 +198,59 @@ pub struct Staging {
 /// A frame's number: group times 64 and place in it.
 pub type Frame = u32;
 
+/// Addresses of the first frame of either kind; zero for code, as long as there is no such memory.
+#[derive(Clone, Copy)]
+pub struct Places {
+    data: usize,
+    code: usize,
+}
+
+impl Places {
+    /// Address of a frame, bytes.
+    pub fn address(&self, frame: Frame) -> usize {
+        let frame = frame as usize;
+        match Kind::of(frame) {
+            Kind::Data => self.data + frame * PAGE,
+            Kind::Code => self.code + (frame - CODE_FIRST * GROUP) * PAGE,
+        }
+    }
+}
+
 impl Staging {
-    /// Puts the first `groups_max` groups at `start`, all empty.
-    pub fn reset(&mut self, start: usize, groups_max: usize) {
-        self.start = start;
+    /// Puts the first `groups_max` groups at `start`, all empty, and those for code at `code`, if there is any.
+    pub fn reset(&mut self, start: usize, groups_max: usize, code: Option<usize>) {
+        self.places = Places { data: start, code: code.unwrap_or(0) };
         self.groups_max = groups_max;
         self.empty = Set::new();
         self.staged = Queue::new();
         self.free = Set::new();
         self.free_frames = 0;
-        for group in (0..groups_max).filter(|&group| !self.retired[group]) {
-            let held = &mut self.groups[group];
-            if held.present | held.copies != 0 {
-                (held.present, held.copies) = (0, 0);
-            }
-            self.empty.add(group);
+        (0..groups_max).for_each(|group| self.begin(group));
+        if code.is_some() {
+            Kind::Code.groups().for_each(|group| self.begin(group));
         }
+    }
+
+    /// A group that holds nothing yet, or nothing of this process's.
+    fn begin(&mut self, group: usize) {
+        let held = &mut self.groups[group];
+        if held.present | held.copies != 0 {
+            (held.present, held.copies) = (0, 0);
+        }
+        self.give_empty(group);
+    }
+
+    /// There is memory that may be executed: its frames are at `start` from now on, and hold nothing.
+    pub fn add_code(&mut self, start: usize) {
+        if !self.has_code() {
+            self.places.code = start;
+            Kind::Code.groups().for_each(|group| self.begin(group));
+        }
+    }
+
+    /// Whether there are frames for what may be executed.
+    pub fn has_code(&self) -> bool {
+        self.places.code != 0
     }
 
     /// Leaves a group alone once it holds nothing.
@@ -193,9 +259,9 @@ impl Staging {
         self.empty.remove(group);
     }
 
-    /// Addresses of the frames of every group that may hold something.
+    /// Addresses of the frames of every group of data that may hold something.
     pub fn frames(&self) -> impl Iterator<Item = Range<usize>> + '_ {
-        let of_group = |group| self.start + group * GROUP * PAGE;
+        let of_group = |group| self.places.data + group * GROUP * PAGE;
         (0..self.groups_max)
             .filter(|&group| !self.retired[group])
             .map(move |group| of_group(group)..of_group(group + 1))
@@ -208,13 +274,19 @@ impl Staging {
 
     /// Whether an address is a frame's, in a group where nothing else can be.
     pub fn owns(&self, address: usize) -> bool {
-        let group = address.wrapping_sub(self.start) / (GROUP * PAGE);
-        group < self.groups_max && !self.retired[group]
+        let group = |start: usize| address.wrapping_sub(start) / (GROUP * PAGE);
+        let of_data = group(self.places.data);
+        of_data < self.groups_max && !self.retired[of_data] || self.has_code() && group(self.places.code) < CODE_GROUPS
+    }
+
+    /// Whether there is an empty group of a kind.
+    pub fn has_empty(&self, kind: Kind) -> bool {
+        kind.groups().any(|group| self.empty.has(group))
     }
 
     /// Takes neighbouring empty groups: one to `most`.
-    pub fn take_empty(&mut self, most: usize) -> Option<Range<usize>> {
-        self.empty.take(most)
+    pub fn take_empty(&mut self, most: usize, kind: Kind) -> Option<Range<usize>> {
+        self.empty.take(most, kind.groups())
     }
 
     /// A group's frames hold nothing.
@@ -231,7 +303,7 @@ impl Staging {
 
     /// Address of a frame, bytes.
     pub fn address(&self, frame: Frame) -> usize {
-        self.start + frame as usize * PAGE
+        self.places.address(frame)
     }
 
     /// Takes up to `out.len()` groups with garbage frames, neighbours first; returns how many, in ascending order. [`Staging::given_back`] ends
@@ -239,7 +311,7 @@ impl Staging {
     pub fn take_garbage(&mut self, out: &mut [usize]) -> usize {
         let mut taken = 0;
         while taken < out.len()
-            && let Some(groups) = self.free.take(out.len() - taken)
+            && let Some(groups) = self.free.take(out.len() - taken, 0..NUMBERS)
         {
             for group in groups {
                 self.free_frames -= self.groups[group].present.count_ones() as usize;
@@ -313,12 +385,12 @@ mod tests {
     #[test]
     fn neighbours_are_taken_together_and_the_longest_run_when_none_is_long_enough() {
         let mut groups = set(&[0, 2, 3, 62, 63, 64, 65, 66, 255]);
-        assert_eq!(groups.take(4), Some(62..66));
-        assert_eq!(groups.take(4), Some(2..4));
-        assert_eq!(groups.take(1), Some(0..1));
-        assert_eq!(groups.take(4), Some(66..67));
-        assert_eq!(groups.take(4), Some(255..256));
-        assert_eq!(groups.take(4), None);
+        assert_eq!(groups.take(4, 0..NUMBERS), Some(62..66));
+        assert_eq!(groups.take(4, 0..NUMBERS), Some(2..4));
+        assert_eq!(groups.take(1, 0..NUMBERS), Some(0..1));
+        assert_eq!(groups.take(4, 0..NUMBERS), Some(66..67));
+        assert_eq!(groups.take(4, 0..NUMBERS), Some(255..256));
+        assert_eq!(groups.take(4, 0..NUMBERS), None);
         assert!(groups.is_empty());
     }
 
@@ -331,8 +403,8 @@ mod tests {
     fn what_is_removed_is_not_taken() {
         let mut groups = set(&[7, 8, 9]);
         groups.remove(8);
-        assert_eq!(groups.take(3), Some(7..8));
-        assert_eq!(groups.take(3), Some(9..10));
+        assert_eq!(groups.take(3, 0..NUMBERS), Some(7..8));
+        assert_eq!(groups.take(3, 0..NUMBERS), Some(9..10));
         assert!(groups.is_empty());
     }
 }

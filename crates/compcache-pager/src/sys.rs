@@ -25,6 +25,7 @@ impl Errno {
     pub const EFAULT: Errno = Errno(14);
     pub const EBUSY: Errno = Errno(16);
     pub const EEXIST: Errno = Errno(17);
+    pub const EINVAL: Errno = Errno(22);
 }
 
 const SYS_CLOSE: usize = 3;

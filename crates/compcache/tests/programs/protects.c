@@ -4,6 +4,8 @@
  *   readonly   writes to a read-only, evicted page raise SIGSEGV at the right address; the handler allows them
  *   none       PROT_NONE and back
  *   toggles    threads change protections and contents without a pause
+ *   code       memory that may be written and executed leaves like any other, and is run when it comes back
+ *   beside     such memory beside much that is locked in pieces, and cannot leave
  */
 #include "trap.h"
 
@@ -89,12 +91,117 @@ static void toggles(void)
 	area_check(&area, 1);
 }
 
+/* A page of an area with a function in the place of its first word, which returns the page's number and generation. */
+static void code_write(const struct area *code, size_t page, uint32_t generation)
+{
+	unsigned char *at = code->at + page * PAGE;
+	uint32_t value = (uint32_t)page << 8 | generation;
+	page_write(at, code->tag, page, generation);
+	at[0] = 0xb8; /* mov $value, %eax; ret */
+	memcpy(at + 1, &value, sizeof(value));
+	at[5] = 0xc3;
+}
+
+static void code_check(const struct area *code, size_t page, uint32_t generation)
+{
+	unsigned char *at = code->at + page * PAGE;
+	uint32_t value = ((uint32_t(*)(void))(uintptr_t)at)();
+	if (value != ((uint32_t)page << 8 | generation)) die("WRONG CODE at %p, page %zu: it says %#x", (void *)at, page, value);
+	uint64_t copy[WORDS];
+	memcpy(copy, at, PAGE);
+	copy[0] = page_seed(code->tag, page, generation);
+	page_check(copy, code->tag, page, generation);
+}
+
+static void code_check_all(const struct area *code, uint32_t generation)
+{
+	for (size_t page = 0; page < code->pages; page++) code_check(code, page, generation);
+}
+
+static struct area shared_code;
+
+static void *run_code(void *argument)
+{
+	for (uint64_t at = (uintptr_t)argument; !atomic_load(&stop); at++)
+		code_check(&shared_code, mix(at) % shared_code.pages, 1);
+	return NULL;
+}
+
+static void code(void)
+{
+	struct area code = area_over(map_private(working_set() / 2), working_set() / 2, 31);
+	MUST(mprotect(code.at, code.pages * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC) == 0);
+	for (size_t page = 0; page < code.pages; page++) code_write(&code, page, 1);
+	if (getenv("TRAP_PLANT")) code.at[code.pages / 2 * PAGE + 1234] ^= 1;
+	for (uint32_t round = 1; round < 4; round++) {
+		area_push_out(&code);
+		code_check_all(&code, round);
+		/* Pieces of either kind side by side, in one run of pages. */
+		for (size_t page = 0; page < code.pages; page += 48) {
+			size_t count = code.pages - page < 24 ? code.pages - page : 24;
+			MUST(mprotect(code.at + page * PAGE, count * PAGE, PROT_READ | PROT_WRITE) == 0);
+		}
+		area_push_out(&code);
+		MUST(mprotect(code.at, code.pages * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC) == 0);
+		code_check_all(&code, round);
+		area_push_out(&code);
+		pid_t child = fork();
+		if (child == 0) {
+			code_check_all(&code, round);
+			for (size_t page = 0; page < code.pages; page++) code_write(&code, page, round + 10);
+			area_push_out(&code);
+			code_check_all(&code, round + 10);
+			_exit(0);
+		}
+		for (size_t page = 0; page < code.pages; page += 2) code_check(&code, page, round);
+		must_succeed(child);
+		code_check_all(&code, round);
+		for (size_t page = 0; page < code.pages; page++) code_write(&code, page, round + 1);
+		/* All memory is locked, and is no longer. */
+		if (round == 2 && mlockall(MCL_CURRENT) == 0) {
+			code_check_all(&code, round + 1);
+			MUST(munlockall() == 0);
+		}
+	}
+	/* Run by some while others have it pushed out. */
+	for (size_t page = 0; page < code.pages; page++) code_write(&code, page, 1);
+	shared_code = code;
+	pthread_t threads[2];
+	for (uintptr_t i = 0; i < 2; i++) MUST(pthread_create(&threads[i], NULL, run_code, (void *)(i << 32)) == 0);
+	double until = seconds_now() + 2;
+	while (seconds_now() < until) filler_walk();
+	atomic_store(&stop, true);
+	for (size_t i = 0; i < 2; i++) pthread_join(threads[i], NULL);
+	code_check_all(&code, 1);
+}
+
+static void beside(void)
+{
+	enum { PIECE = 16 };
+	struct area code = area_over(map_private(MIB), MIB, 32), locked = area_new(working_set(), 33, 1);
+	MUST(mprotect(code.at, code.pages * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC) == 0);
+	for (uint32_t round = 1; round < 4; round++) {
+		for (size_t page = 0; page < code.pages; page++) code_write(&code, page, round);
+		for (size_t page = 0; page < locked.pages; page += 2 * PIECE)
+			if (mlock(locked.at + page * PAGE, PIECE * PAGE) != 0) lacks("mlock");
+		area_check(&locked, 1);
+		code_check_all(&code, round);
+		sleep_ms(300);
+		code_check_all(&code, round);
+		MUST(munlock(locked.at, locked.pages * PAGE) == 0);
+	}
+	area_push_out(&locked);
+	area_check(&locked, 1);
+}
+
 int main(int argc, char **argv)
 {
 	area = area_new(working_set() / 2, 18, 1);
 	if (mode_is(argc, argv, "readonly")) readonly();
 	else if (mode_is(argc, argv, "none")) none();
 	else if (mode_is(argc, argv, "toggles")) toggles();
-	else die("readonly | none | toggles");
+	else if (mode_is(argc, argv, "code")) code();
+	else if (mode_is(argc, argv, "beside")) beside();
+	else die("readonly | none | toggles | code | beside");
 	return passed();
 }
