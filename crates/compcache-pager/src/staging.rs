@@ -400,6 +400,54 @@ mod tests {
     }
 
     #[test]
+    fn frames_of_either_kind_are_apart() {
+        let mut staging = empty(8, None);
+        assert_eq!((staging.take_empty(4, Kind::Code), staging.has_empty(Kind::Code)), (None, false));
+        staging.add_code(1 << 30);
+        let code = staging.take_empty(CODE_GROUPS, Kind::Code).unwrap();
+        assert_eq!((code.len(), staging.has_empty(Kind::Code)), (CODE_GROUPS, false));
+        assert_eq!(staging.take_empty(GROUPS_MAX, Kind::Data), Some(0..8));
+        let first = code.start * GROUP;
+        assert_eq!(
+            [0, first - 1, first, code.end * GROUP - 1].map(Kind::of),
+            [Kind::Data, Kind::Data, Kind::Code, Kind::Code]
+        );
+        assert_eq!(staging.address(first as Frame + 3), (1 << 30) + 3 * PAGE);
+        let last = staging.address((code.end * GROUP - 1) as Frame);
+        assert!(staging.owns(last) && !staging.owns(last + PAGE) && staging.owns(1 << 20) && !staging.owns(0));
+        // However many there are: no run of groups goes from the ones to the others.
+        let groups = set(&[GROUPS_MAX - 1, code.start, code.start + 1]);
+        assert_eq!({ groups }.take(3, 0..NUMBERS), Some(code.start..code.start + 2));
+    }
+
+    #[test]
+    fn a_copy_of_the_process_begins_with_what_it_has() {
+        let mut staging = empty(8, Some(1 << 30));
+        let taken = staging.take_empty(1, Kind::Code).unwrap().start;
+        (staging.groups[taken].present, staging.groups[taken].copies) = (7, 1);
+        staging.release(taken);
+        staging.reset(1 << 20, 8, Some(1 << 30));
+        assert_eq!((staging.groups[taken].present, staging.groups[taken].copies, staging.free_frames), (0, 0, 0));
+        assert_eq!(staging.take_empty(CODE_GROUPS, Kind::Code).map(|groups| groups.len()), Some(CODE_GROUPS));
+    }
+
+    fn empty(groups: usize, code: Option<usize>) -> Staging {
+        let none = Group { present: 0, pages: [0; GROUP], copies: 0 };
+        let mut staging = Staging {
+            places: Places { data: 0, code: 0 },
+            groups_max: 0,
+            groups: [none; NUMBERS],
+            empty: Set::new(),
+            staged: Queue::new(),
+            free: Set::new(),
+            retired: [false; NUMBERS],
+            free_frames: 0,
+        };
+        staging.reset(1 << 20, groups, code);
+        staging
+    }
+
+    #[test]
     fn what_is_removed_is_not_taken() {
         let mut groups = set(&[7, 8, 9]);
         groups.remove(8);
