@@ -4,6 +4,7 @@
 //! morgue of its own. Both are addresses and no more, that nobody may touch, until the program has memory of that kind: no
 //! other has any that is executable because of us.
 
+use crate::evict::register_patiently;
 use crate::memory::{self, PAGE};
 use crate::pager::{Channel, MORGUE_BYTES, Way};
 use crate::staging::{CODE_GROUPS, GROUP};
@@ -14,6 +15,7 @@ use core::sync::atomic::{AtomicBool, Ordering::*};
 use rustix::mm::{Advice, MprotectFlags, madvise, mprotect, munlock};
 
 const FRAMES_BYTES: usize = CODE_GROUPS * GROUP * PAGE;
+const BYTES: usize = FRAMES_BYTES + MORGUE_BYTES;
 
 /// The frames, and behind them the morgue.
 pub struct CodeFrames {
@@ -24,10 +26,10 @@ pub struct CodeFrames {
 impl CodeFrames {
     /// Sets the addresses aside.
     pub fn reserve() -> Result<CodeFrames, Errno> {
-        let start = memory::reserve(FRAMES_BYTES + MORGUE_BYTES)? as usize;
+        let start = memory::reserve(BYTES)? as usize;
         // A copy of the process finds them empty, as it does other frames.
         // SAFETY: the range is the pager's own, and empty.
-        let _ = unsafe { madvise(start as *mut c_void, FRAMES_BYTES + MORGUE_BYTES, Advice::LinuxWipeOnFork) };
+        let _ = unsafe { madvise(start as *mut c_void, BYTES, Advice::LinuxWipeOnFork) };
         Ok(CodeFrames { start, is_open: AtomicBool::new(false) })
     }
 
@@ -43,33 +45,50 @@ impl CodeFrames {
 
     /// Frames and morgue, if they are in use.
     pub fn in_use(&self) -> Option<Range<usize>> {
-        self.is_open.load(Acquire).then(|| self.start..self.start + FRAMES_BYTES + MORGUE_BYTES)
+        self.is_open.load(Acquire).then_some(self.start..self.start + BYTES)
     }
 
     /// Makes them memory that is like the program's. `false` where the system does not let it, or there is no need: mremap takes pages
     /// whatever their rights.
     pub fn open(&self, channel: &Channel) -> bool {
-        if self.is_open.load(Acquire) {
-            return true;
-        }
         let is_open = matches!(channel.way, Way::Move { .. }) && self.allow() && self.register(channel);
         self.is_open.store(is_open, Release);
+        if !is_open {
+            self.close();
+        }
         is_open
     }
 
-    /// Lets them be touched, which nobody might, and are locked if the program locks all it has.
+    /// In a copy of the process: goes on with them, if they were in use. Where they begin then.
+    pub fn begin_in_copy(&self, channel: &Channel) -> Option<usize> {
+        self.in_use()?;
+        if !self.register(channel) {
+            self.close();
+        }
+        self.in_use().map(|frames| frames.start)
+    }
+
+    /// Lets them be touched again, which nobody might for a while, and has them not be locked.
     pub fn allow(&self) -> bool {
-        let (start, len) = (self.start as *mut c_void, FRAMES_BYTES + MORGUE_BYTES);
-        // SAFETY: a range of the pager's own, which holds nothing.
+        let start = self.start as *mut c_void;
+        // SAFETY: a range of the pager's own, in which nothing is that is wanted.
         unsafe {
-            let _ = munlock(start, len);
-            mprotect(start, len, MprotectFlags::READ | MprotectFlags::WRITE | MprotectFlags::EXEC).is_ok()
+            let _ = munlock(start, BYTES);
+            mprotect(start, BYTES, MprotectFlags::READ | MprotectFlags::WRITE | MprotectFlags::EXEC).is_ok()
         }
     }
 
+    /// They are not in use any more.
+    pub fn close(&self) {
+        self.is_open.store(false, Release);
+        // SAFETY: as above, and nobody looks for anything there from now on.
+        let _ = unsafe { memory::set_access(self.start, BYTES, false) };
+    }
+
     /// Asks for messages about them, as is done for other frames: each process does that for itself.
-    pub fn register(&self, channel: &Channel) -> bool {
+    fn register(&self, channel: &Channel) -> bool {
         let Way::Move { quiet } = channel.way else { return false };
-        quiet.register(self.morgue(), MORGUE_BYTES).is_ok() && channel.uffd.register(self.start, FRAMES_BYTES).is_ok()
+        let frames = self.start..self.start + FRAMES_BYTES;
+        quiet.register(self.morgue(), MORGUE_BYTES).is_ok() && register_patiently(channel, frames)
     }
 }

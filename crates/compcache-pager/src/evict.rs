@@ -27,7 +27,7 @@ use crate::registrar::{Registered, Registrar};
 use crate::restore::restore_all;
 use crate::retire;
 use crate::shared::{Counters, ProcessSlot, Region, Totals, Trouble};
-use crate::staging::{GROUP, Staging};
+use crate::staging::{BURIED_AT_ONCE, GROUP, Kind, Staging};
 use crate::sys::{self, Errno};
 use crate::unseen::Unseen;
 use crate::waits::{Seen, Waits};
@@ -416,14 +416,9 @@ impl Evictor {
                 frames.end..staging.end
             }
         };
-        let code = pager.code.in_use().map(|code| code.start);
+        let code = pager.code.begin_in_copy(channel);
         state.staging.reset(frames.start, frames.len() / (GROUP * PAGE), code);
-        let has_code = code.is_none() || pager.code.register(channel);
-        if !has_code
-            || !register_patiently(channel, registered)
-            || !channel.make_gate()
-            || pager.start_handler().is_err()
-        {
+        if !register_patiently(channel, registered) || !channel.make_gate() || pager.start_handler().is_err() {
             pager.region.note_trouble(crate::shared::Trouble::NoThread, 0);
             return false;
         }
@@ -476,6 +471,11 @@ impl Evictor {
             }
         }
         true
+    }
+
+    /// Whether what is mapped at an address may be executed, if that can be told.
+    pub(crate) fn is_executable(&self, address: usize) -> Option<bool> {
+        maps::is_executable(self.files.as_ref()?.maps.as_fd(), address)
     }
 
     /// Whether pages may leave at all: not if a device may write to them and the kernel does not say so, nor by mremap if all are locked.
@@ -561,10 +561,15 @@ impl Evictor {
                 self.bury(pager, channel, state);
                 continue;
             }
-            if state.staging.staged.len() > state.staging.held_groups(state.limit_pages)
-                || !state.staging.has_empty(self.hand.kind())
-            {
-                if !self.compress_oldest(pager, state) {
+            let kind = self.hand.kind();
+            let has_room = state.staging.has_empty(kind);
+            if !has_room || state.staging.staged.len() > state.staging.held_groups(state.limit_pages) {
+                // Of the frames for code there are few: they wait for no others.
+                let is_code = !has_room && kind == Kind::Code;
+                let is_garbage = is_code && state.staging.garbage_groups(kind) >= BURIED_AT_ONCE / GROUP;
+                if is_garbage {
+                    self.bury(pager, channel, state);
+                } else if !self.compress_oldest(pager, state, is_code.then_some(kind)) {
                     self.bury(pager, channel, pager.state.lock());
                 }
                 if self.must_wait_for_spill(pager) {
@@ -588,7 +593,7 @@ impl Evictor {
                         continue;
                     }
                     // What is staged is all there is to gain.
-                    let gained = self.compress_oldest(pager, pager.state.lock());
+                    let gained = self.compress_oldest(pager, pager.state.lock(), None);
                     if self.must_wait_for_spill(pager) {
                         return Evicted::More;
                     }
@@ -599,9 +604,15 @@ impl Evictor {
         Evicted::More
     }
 
-    /// Compresses the group that has been staged longest. False when none is.
-    fn compress_oldest(&mut self, pager: &Pager, mut state: Guard<'_, Box<State>>) -> bool {
-        let Some(group) = state.staging.staged.pop() else { return false };
+    /// Compresses the group that has been staged longest, of a kind or of all. False when none is.
+    fn compress_oldest(&mut self, pager: &Pager, mut state: Guard<'_, Box<State>>, kind: Option<Kind>) -> bool {
+        let staged = &mut state.staging.staged;
+        let Some(group) = (match kind {
+            Some(kind) => staged.pop_of(kind),
+            None => staged.pop(),
+        }) else {
+            return false;
+        };
         let mut batch = compress::begin(&mut state, group, GROUP);
         drop(state);
         compress::compress(pager, &mut self.worker, &mut batch);
@@ -652,7 +663,7 @@ enum Evicted {
 
 /// Registers a range that the parent's descriptor may still hold: the parent lets go of it as soon as it hears of the
 /// fork.
-fn register_patiently(channel: &Channel, range: Range<usize>) -> bool {
+pub fn register_patiently(channel: &Channel, range: Range<usize>) -> bool {
     for _ in 0..40_000 {
         match channel.uffd.register(range.start, range.end - range.start) {
             Ok(()) => return true,

@@ -51,9 +51,9 @@ pub struct Hand {
     /// Most pages to be moved with the next call, and pages to pass over when one alone is refused.
     most: usize,
     odd: usize,
-    /// What the frames are to be like that pages move to next, and what did not move to the others.
+    /// What the frames are to be like that pages move to next, and the first page that did not move to the others.
     kind: Kind,
-    refused: Range<usize>,
+    refused: Option<usize>,
     before_span: (usize, Range<usize>),
     /// Pages that are not the process's alone: a copy of it may share them, or the kernel may drop them whenever it likes (MADV_FREE), in staging as well.
     loose: [usize; LOOSE_MAX],
@@ -78,7 +78,7 @@ impl Hand {
             most: GROUP * FILLED_AT_ONCE,
             odd: 0,
             kind: Kind::Data,
-            refused: 0..0,
+            refused: None,
             before_span: (0, 0..0),
             loose: [0; LOOSE_MAX],
             loose_count: 0,
@@ -107,7 +107,7 @@ impl Hand {
 
     /// Pages have moved.
     pub fn moved(&mut self) {
-        (self.most, self.odd) = (GROUP * FILLED_AT_ONCE, 0);
+        (self.most, self.odd, self.refused) = (GROUP * FILLED_AT_ONCE, 0, None);
     }
 
     /// What the pages under the hand are taken for.
@@ -115,12 +115,10 @@ impl Hand {
         self.kind
     }
 
-    /// `pages` at `address` did not move, perhaps because they may be executed and the frames may not, or the reverse: they are tried
-    /// with the others. False when they were.
-    pub fn tries_other_kind(&mut self, address: usize, pages: usize) -> bool {
-        let refused = address..address + pages * PAGE;
-        if self.refused == refused {
-            self.refused = 0..0;
+    /// What begins at `address` did not move, perhaps because it may be executed and the frames may not, or the reverse: it is tried
+    /// with the others. False when it was, be it more or less of it: then it is passed over, or tried in pieces.
+    pub fn tries_other_kind(&mut self, address: usize) -> bool {
+        if self.refused.take() == Some(address) {
             return false;
         }
         self.kind = match self.kind {
@@ -128,7 +126,7 @@ impl Hand {
             Kind::Code => Kind::Data,
         };
         self.go_back(address);
-        self.refused = refused;
+        self.refused = Some(address);
         true
     }
 
@@ -429,4 +427,35 @@ fn may_go_along(pager: &Pager, state: &mut State, address: usize) -> bool {
         && !pager.is_control_block(state, address)
         // What left, and could not be noted, would be lost.
         && state.table.make_leaf(page)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_frames_of_neither_kind_take_is_passed_over_however_much_was_tried_of_it() {
+        let mut hand = Hand::new();
+        hand.rest = PAGE..1000 * PAGE;
+        // There are more empty frames of the one kind than of the other.
+        let (mut tries, mut at) = (0, PAGE);
+        while hand.rest.start == at && tries < 100 {
+            let room = if hand.kind() == Kind::Data { 4 * GROUP } else { GROUP };
+            let pages = room.min(hand.most);
+            at = hand.rest.start;
+            if !hand.tries_other_kind(at) {
+                hand.pass_over(at, pages, Errno::EINVAL);
+            }
+            tries += 1;
+        }
+        assert_eq!((hand.rest.start, tries < 20), (2 * PAGE, true), "{tries}");
+        // One page more, tried with both, before two are passed over.
+        assert!(hand.tries_other_kind(2 * PAGE) && !hand.tries_other_kind(2 * PAGE));
+        hand.pass_over(2 * PAGE, 1, Errno::EINVAL);
+        assert_eq!(hand.rest.start, 4 * PAGE);
+        // What has moved meanwhile was not refused.
+        assert!(hand.tries_other_kind(4 * PAGE));
+        hand.moved();
+        assert!(hand.tries_other_kind(4 * PAGE));
+    }
 }

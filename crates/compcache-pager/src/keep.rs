@@ -94,10 +94,12 @@ impl Pager {
                 let _ = memory::set_access(start, len, true);
             }
         }
-        if code.1 > 0 {
-            self.code.allow();
-        }
+        let has_code = code.1 == 0 || self.code.allow();
         fork::parent(self);
+        if !has_code {
+            self.code.close();
+            self.state.lock().staging.lose_code();
+        }
         result
     }
 

@@ -36,7 +36,7 @@ impl Evictor {
     /// Gives garbage frames back to the system, without the lock.
     pub fn bury(&mut self, pager: &Pager, channel: &Channel, mut state: Guard<'_, Box<State>>) {
         let mut groups = [0; BURIED_AT_ONCE / GROUP];
-        let count = state.staging.take_garbage(&mut groups);
+        let count = state.staging.take_garbage(&mut groups, self.hand.kind());
         let groups = &groups[..count];
         let mut left = [0u64; BURIED_AT_ONCE / GROUP];
         for (left, &group) in left.iter_mut().zip(groups) {
@@ -89,9 +89,15 @@ impl Evictor {
     /// processor idle, and one that idles need not be interrupted for every move (docs/decisions/0006). Into several groups
     /// when as many neighbours move with one call, or while the small queue has more (docs/decisions/0017).
     pub fn fill_groups(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> Filled {
-        let mut wrapped = 0;
+        if pager.has_devices() {
+            return Filled::Nothing;
+        }
+        if !pager.is_settled(state) {
+            return Filled::EventPending;
+        }
+        let (most, mut wrapped) = (self.hand.begin(pager, channel, state), 0);
         loop {
-            if let Some(filled) = self.fill_groups_of_kind(pager, channel, state, &mut wrapped) {
+            if let Some(filled) = self.fill_groups_of_kind(pager, channel, state, most, &mut wrapped) {
                 return filled;
             }
         }
@@ -104,15 +110,9 @@ impl Evictor {
         pager: &Pager,
         channel: &Channel,
         state: &mut State,
+        most: usize,
         wrapped: &mut u32,
     ) -> Option<Filled> {
-        if pager.has_devices() {
-            return Some(Filled::Nothing);
-        }
-        if !pager.is_settled(state) {
-            return Some(Filled::EventPending);
-        }
-        let most = self.hand.begin(pager, channel, state);
         let kind = self.hand.kind();
         let Some(groups) = state.staging.take_empty(most, kind) else { return Some(Filled::Nothing) };
         let (mut filled, mut outcome) = (0, Filled::Nothing);
@@ -199,10 +199,17 @@ impl Evictor {
                 return Some(moved + 1);
             }
             Some(Errno::EINVAL)
-                if state.staging.has_code() && self.hand.tries_other_kind(stopped_at, pages - moved) => {}
+                if state.staging.has_code()
+                    && self.may_be_of_other_kind(stopped_at)
+                    && self.hand.tries_other_kind(stopped_at) => {}
             Some(errno) => self.hand.pass_over(stopped_at, pages - moved, errno),
         }
         Some(moved)
+    }
+
+    /// Whether a page did not move because of what the frames are like. Where that is not known it may be.
+    fn may_be_of_other_kind(&self, address: usize) -> bool {
+        self.is_executable(address).is_none_or(|is_code| is_code != (self.hand.kind() == Kind::Code))
     }
 
     /// As [`Evictor::move_run`], with all that lies between cold pages that are near to each other.

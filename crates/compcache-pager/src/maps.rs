@@ -70,9 +70,28 @@ pub enum Found {
 /// The mapping at an address, or the next above it, through a descriptor of `/proc/self/maps`. `None` when the kernel cannot
 /// be asked (before Linux 6.11).
 pub fn covering_or_next(fd: BorrowedFd<'_>, address: usize) -> Option<Found> {
+    match query(fd, address, uapi::procmap_query_flags::PROCMAP_QUERY_COVERING_OR_NEXT_VMA as u64) {
+        Ok(found) => {
+            let shared = found.vma_flags & uapi::procmap_query_flags::PROCMAP_QUERY_VMA_SHARED as u64 != 0;
+            let private_anonymous = found.inode == 0 && !shared;
+            Some(Found::Mapping { range: found.vma_start as usize..found.vma_end as usize, private_anonymous })
+        }
+        Err(Errno::ENOENT) => Some(Found::Nothing),
+        Err(_) => None,
+    }
+}
+
+/// Whether what is mapped at an address may be executed; `None` when nothing is, or the kernel cannot be asked.
+pub fn is_executable(fd: BorrowedFd<'_>, address: usize) -> Option<bool> {
+    const EXECUTABLE: u64 = uapi::procmap_query_flags::PROCMAP_QUERY_VMA_EXECUTABLE as u64;
+    Some(query(fd, address, 0).ok()?.vma_flags & EXECUTABLE != 0)
+}
+
+/// The mapping that covers an address, or the one that the flags ask for.
+fn query(fd: BorrowedFd<'_>, address: usize, query_flags: u64) -> Result<uapi::procmap_query, Errno> {
     let mut query = uapi::procmap_query {
         size: size_of::<uapi::procmap_query>() as u64,
-        query_flags: uapi::procmap_query_flags::PROCMAP_QUERY_COVERING_OR_NEXT_VMA as u64,
+        query_flags,
         query_addr: address as u64,
         vma_start: 0,
         vma_end: 0,
@@ -88,15 +107,7 @@ pub fn covering_or_next(fd: BorrowedFd<'_>, address: usize) -> Option<Found> {
         build_id_addr: 0,
     };
     // SAFETY: PROCMAP_QUERY reads and writes a struct procmap_query, and nothing else where no name is asked for.
-    match unsafe { sys::ioctl(fd.as_raw_fd(), PROCMAP_QUERY, &mut query) } {
-        Ok(_) => {
-            let shared = query.vma_flags & uapi::procmap_query_flags::PROCMAP_QUERY_VMA_SHARED as u64 != 0;
-            let private_anonymous = query.inode == 0 && !shared;
-            Some(Found::Mapping { range: query.vma_start as usize..query.vma_end as usize, private_anonymous })
-        }
-        Err(Errno::ENOENT) => Some(Found::Nothing),
-        Err(_) => None,
-    }
+    unsafe { sys::ioctl(fd.as_raw_fd(), PROCMAP_QUERY, &mut query) }.map(|_| query)
 }
 
 fn for_each_line(fd: BorrowedFd<'_>, buffer: &mut MapsBuffer, mut each: impl FnMut(&[u8])) {
@@ -229,6 +240,9 @@ mod tests {
             let (middle, rights) = (start.add(PAGE).cast(), ProtFlags::READ | ProtFlags::WRITE);
             rustix::mm::mmap_anonymous(middle, PAGE, rights, MapFlags::SHARED | MapFlags::FIXED).unwrap();
         }
+        let executable = |address| is_executable(rustix::fd::AsFd::as_fd(&fd), address);
+        let code = a_single_mapping_is_asked_for as *const () as usize;
+        assert_eq!([code, start as usize, 0].map(executable), [Some(true), Some(false), None]);
         let middle = start as usize + PAGE;
         let shared = Found::Mapping { range: middle..middle + PAGE, private_anonymous: false };
         assert_eq!(ask(middle), Some(shared));

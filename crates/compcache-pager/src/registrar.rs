@@ -90,7 +90,8 @@ impl Registrar {
             if pager.frozen.load(Acquire) {
                 return Registered::Frozen;
             }
-            if candidates.has_code && !state.staging.has_code() && pager.code.open(channel) {
+            let wants_code = candidates.has_code && !state.staging.has_code() && !pager.is_filtered();
+            if wants_code && pager.code.open(channel) {
                 state.staging.add_code(pager.code.start());
             }
             // What is registered and not held would be taken for new, and what is stored of it for nobody's.
@@ -203,12 +204,12 @@ impl Candidates {
         let large = range.len() >= REGION_BYTES_MIN;
         // A small one beside a large one may be what is left of the same mapping, which is whole again when both are
         // registered.
-        self.has_code |= mapping.writable && mapping.rights.contains(MprotectFlags::EXEC);
         if mapping.writable && (large || range.start == self.found_end) {
             if self.small.end == range.start {
                 found.add(self.small.clone());
             }
             self.found_end = range.end;
+            self.has_code |= mapping.rights.contains(MprotectFlags::EXEC);
             found.add(range);
         } else if mapping.writable {
             self.small = range;

@@ -107,13 +107,31 @@ impl Queue {
 
     /// Takes the oldest group.
     pub fn pop(&mut self) -> Option<usize> {
+        self.remove(0)
+    }
+
+    /// Takes the oldest group of a kind.
+    pub fn pop_of(&mut self, kind: Kind) -> Option<usize> {
+        let nth = (0..self.len).find(|nth| kind.groups().contains(&self.at(*nth)))?;
+        self.remove(nth)
+    }
+
+    fn at(&self, nth: usize) -> usize {
+        self.ring[(self.head + nth) % NUMBERS].into()
+    }
+
+    /// Takes the `nth`; those before it move up.
+    fn remove(&mut self, nth: usize) -> Option<usize> {
         if self.len == 0 {
             return None;
         }
-        let group = self.ring[self.head];
+        let group = self.at(nth);
+        for place in (0..nth).rev() {
+            self.ring[(self.head + place + 1) % NUMBERS] = self.at(place) as u16;
+        }
         self.head = (self.head + 1) % NUMBERS;
         self.len -= 1;
-        Some(group as usize)
+        Some(group)
     }
 }
 
@@ -248,6 +266,19 @@ impl Staging {
         }
     }
 
+    /// Nobody may touch those frames any more: what is in them is nobody's, nor ever given back.
+    pub fn lose_code(&mut self) {
+        while self.staged.pop_of(Kind::Code).is_some() {}
+        for group in Kind::Code.groups() {
+            if self.free.has(group) {
+                self.free_frames -= self.groups[group].present.count_ones() as usize;
+            }
+            self.free.remove(group);
+            self.empty.remove(group);
+        }
+        self.places.code = 0;
+    }
+
     /// Whether there are frames for what may be executed.
     pub fn has_code(&self) -> bool {
         self.places.code != 0
@@ -306,12 +337,18 @@ impl Staging {
         self.places.address(frame)
     }
 
-    /// Takes up to `out.len()` groups with garbage frames, neighbours first; returns how many, in ascending order. [`Staging::given_back`] ends
-    /// what this began.
-    pub fn take_garbage(&mut self, out: &mut [usize]) -> usize {
-        let mut taken = 0;
+    /// How many groups of a kind have garbage frames.
+    pub fn garbage_groups(&self, kind: Kind) -> usize {
+        kind.groups().filter(|&group| self.free.has(group)).count()
+    }
+
+    /// Takes up to `out.len()` groups with garbage frames, those of a kind and neighbours first; returns how many, in ascending order.
+    /// [`Staging::given_back`] ends what this began.
+    pub fn take_garbage(&mut self, out: &mut [usize], first: Kind) -> usize {
+        let (mut taken, all) = (0, 0..NUMBERS);
+        let mut take = |most| self.free.take(most, first.groups()).or_else(|| self.free.take(most, all.clone()));
         while taken < out.len()
-            && let Some(groups) = self.free.take(out.len() - taken, 0..NUMBERS)
+            && let Some(groups) = take(out.len() - taken)
         {
             for group in groups {
                 self.free_frames -= self.groups[group].present.count_ones() as usize;
@@ -418,6 +455,41 @@ mod tests {
         // However many there are: no run of groups goes from the ones to the others.
         let groups = set(&[GROUPS_MAX - 1, code.start, code.start + 1]);
         assert_eq!({ groups }.take(3, 0..NUMBERS), Some(code.start..code.start + 2));
+    }
+
+    #[test]
+    fn the_oldest_of_a_kind_leaves_from_among_the_others() {
+        let mut queue = Queue::new();
+        // Over the ring's end.
+        (0..NUMBERS - 2).for_each(|group| queue.push(group));
+        (0..NUMBERS - 2).for_each(|group| assert_eq!(queue.pop(), Some(group)));
+        [3, CODE_FIRST, 4, 5, CODE_FIRST + 1].iter().for_each(|&group| queue.push(group));
+        assert_eq!(
+            [Kind::Code, Kind::Data, Kind::Code, Kind::Code].map(|kind| queue.pop_of(kind)),
+            [Some(CODE_FIRST), Some(3), Some(CODE_FIRST + 1), None]
+        );
+        queue.push_front(9);
+        assert_eq!([9, 4, 5].map(Some), [queue.pop(), queue.pop(), queue.pop()]);
+        assert_eq!((queue.pop(), queue.len()), (None, 0));
+    }
+
+    #[test]
+    fn garbage_of_the_kind_that_is_needed_goes_first_and_what_is_lost_is_not_counted() {
+        let mut staging = empty(8, Some(1 << 30));
+        let groups = [Kind::Data, Kind::Code].map(|kind| staging.take_empty(3, kind).unwrap());
+        for group in groups.into_iter().flatten() {
+            staging.groups[group].present = 3;
+            staging.release(group);
+        }
+        assert_eq!((staging.free_frames, staging.garbage_groups(Kind::Code)), (12, 3));
+        let mut out = [0; 4];
+        assert_eq!(staging.take_garbage(&mut out, Kind::Code), 4);
+        assert_eq!(out, [0, CODE_FIRST, CODE_FIRST + 1, CODE_FIRST + 2]);
+        out.iter().for_each(|&group| staging.given_back(group, u64::from(group == CODE_FIRST)));
+        assert_eq!((staging.free_frames, staging.garbage_groups(Kind::Code)), (5, 1));
+        staging.staged.push(CODE_FIRST + 1);
+        staging.lose_code();
+        assert_eq!((staging.free_frames, staging.has_empty(Kind::Code), staging.staged.len()), (4, false, 0));
     }
 
     #[test]

@@ -28,10 +28,14 @@ fn is_skip(outcome: &Outcome) -> bool {
 }
 
 fn spring(name: &'static str, arguments: &[&str]) {
+    spring_under(&CAP, &trap(name), name, arguments);
+}
+
+fn spring_under(cap: &Cap, program: &Program, name: &'static str, arguments: &[&str]) {
     let _shared = beside_others();
     let dir = scratch();
     let in_dir = |argument: &&str| argument.replace("DIR", &dir.path().display().to_string());
-    let program = trap(name).args(arguments.iter().map(in_dir));
+    let program = program.clone().args(arguments.iter().map(in_dir));
     let bare = program.bare();
     if is_skip(&bare) {
         return;
@@ -44,7 +48,7 @@ fn spring(name: &'static str, arguments: &[&str]) {
         let program = program.clone();
         let program = if lets_devices_write { program } else { program.env("TRAP_EXPECT_EVICTION", "1") };
         let changes_mappings = ["maps", "locks", "limits"].contains(&name);
-        let paged = if changes_mappings { program.paged_again_if_ended(way, &CAP) } else { program.paged(way, &CAP) };
+        let paged = if changes_mappings { program.paged_again_if_ended(way, cap) } else { program.paged(way, cap) };
         eprintln!("{name} {arguments:?} {way:?}: {:.1} s, bare {:.1} s", paged.seconds, bare.seconds);
         paged.must_equal(&bare);
         if lets_devices_write {
@@ -287,6 +291,13 @@ fn a_copy_that_libc_makes_is_paged() {
             assert_eq!(outcome.stat("unpaged_copies"), unpaged, "{how} {way:?}: {}", outcome.explain());
         }
     }
+}
+
+/// Under so much several groups of frames are filled at once, and pieces are smaller than that.
+#[test]
+fn memory_that_may_be_executed_may_lie_in_the_midst_of_other() {
+    let program = trap("protects").env("TRAP_MB", "96");
+    spring_under(&Cap::Resident(64 << 20), &program, "protects", &["mixed"]);
 }
 
 #[test]

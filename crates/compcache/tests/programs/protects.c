@@ -5,6 +5,7 @@
  *   none       PROT_NONE and back
  *   toggles    threads change protections and contents without a pause
  *   code       memory that may be written and executed leaves like any other, and is run when it comes back
+ *   mixed      pieces of either kind, smaller than what moves at once
  *   beside     such memory beside much that is locked in pieces, and cannot leave
  */
 #include "trap.h"
@@ -175,6 +176,26 @@ static void code(void)
 	code_check_all(&code, 1);
 }
 
+/* Every third piece may be executed. */
+static void mixed(void)
+{
+	enum { PIECE = 45 };
+	struct area all = area_over(map_private(working_set()), working_set(), 34);
+	for (size_t page = 0; page < all.pages; page += 3 * PIECE) {
+		size_t count = all.pages - page < PIECE ? all.pages - page : PIECE;
+		MUST(mprotect(all.at + page * PAGE, count * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC) == 0);
+	}
+	for (uint32_t round = 1; round < 4; round++) {
+		for (size_t page = 0; page < all.pages; page++)
+			if (page / PIECE % 3 == 0) code_write(&all, page, round);
+			else page_write(all.at + page * PAGE, all.tag, page, round);
+		for (size_t page = 0; page < all.pages; page++)
+			if (page / PIECE % 3 == 0) code_check(&all, page, round);
+			else page_check(all.at + page * PAGE, all.tag, page, round);
+	}
+	area_push_out(&all);
+}
+
 static void beside(void)
 {
 	enum { PIECE = 16, GAP = 2 };
@@ -187,13 +208,15 @@ static void beside(void)
 		area_check(&locked, 1);
 		code_check_all(&code, round);
 		/* Nobody tries for ever what is not to be had. */
-		sleep_ms(500);
-		struct timespec before, after;
-		MUST(clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &before) == 0);
-		sleep_ms(500);
-		MUST(clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &after) == 0);
-		long used_ms = (after.tv_sec - before.tv_sec) * 1000 + (after.tv_nsec - before.tv_nsec) / 1000000;
-		if (used_ms > 250) die("IN VAIN: %ld ms of work while the program sleeps", used_ms);
+		long used_ms = 500;
+		for (int wait = 0; wait < 20 && used_ms > 100; wait++) {
+			struct timespec before, after;
+			MUST(clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &before) == 0);
+			sleep_ms(500);
+			MUST(clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &after) == 0);
+			used_ms = (after.tv_sec - before.tv_sec) * 1000 + (after.tv_nsec - before.tv_nsec) / 1000000;
+		}
+		if (used_ms > 100) die("IN VAIN: %ld ms of work while the program sleeps", used_ms);
 		code_check_all(&code, round);
 		MUST(munlock(locked.at, locked.pages * PAGE) == 0);
 	}
@@ -209,6 +232,7 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "toggles")) toggles();
 	else if (mode_is(argc, argv, "code")) code();
 	else if (mode_is(argc, argv, "beside")) beside();
-	else die("readonly | none | toggles | code | beside");
+	else if (mode_is(argc, argv, "mixed")) mixed();
+	else die("readonly | none | toggles | code | beside | mixed");
 	return passed();
 }
