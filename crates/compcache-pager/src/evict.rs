@@ -561,7 +561,7 @@ impl Evictor {
                 self.bury(pager, channel, state);
                 continue;
             }
-            let kind = self.hand.kind();
+            let kind = self.hand.kind(&state.staging);
             let has_room = state.staging.has_empty(kind);
             if !has_room || state.staging.staged.len() > state.staging.held_groups(state.limit_pages) {
                 // Of the frames for code there are few: they wait for no others.

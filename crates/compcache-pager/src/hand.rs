@@ -12,7 +12,7 @@ use crate::memory::PAGE;
 use crate::pager::{Channel, Pager, State, Way};
 use crate::process;
 use crate::scan::ScanBuffer;
-use crate::staging::{FILLED_AT_ONCE, GROUP, Kind};
+use crate::staging::{FILLED_AT_ONCE, GROUP, Kind, Staging};
 use crate::sys::Errno;
 use crate::table::{HEAT_MAX, Phase, Word};
 use core::ops::Range;
@@ -110,9 +110,9 @@ impl Hand {
         (self.most, self.odd, self.refused) = (GROUP * FILLED_AT_ONCE, 0, None);
     }
 
-    /// What the pages under the hand are taken for.
-    pub fn kind(&self) -> Kind {
-        self.kind
+    /// What the pages under the hand are taken for; where there are no frames for code (any more) there is no question.
+    pub fn kind(&self, staging: &Staging) -> Kind {
+        if staging.has_code() { self.kind } else { Kind::Data }
     }
 
     /// What begins at `address` did not move, perhaps because it may be executed and the frames may not, or the reverse: it is tried
@@ -440,7 +440,7 @@ mod tests {
         // There are more empty frames of the one kind than of the other.
         let (mut tries, mut at) = (0, PAGE);
         while hand.rest.start == at && tries < 100 {
-            let room = if hand.kind() == Kind::Data { 4 * GROUP } else { GROUP };
+            let room = if hand.kind == Kind::Data { 4 * GROUP } else { GROUP };
             let pages = room.min(hand.most);
             at = hand.rest.start;
             if !hand.tries_other_kind(at) {

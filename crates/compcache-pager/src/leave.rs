@@ -36,7 +36,8 @@ impl Evictor {
     /// Gives garbage frames back to the system, without the lock.
     pub fn bury(&mut self, pager: &Pager, channel: &Channel, mut state: Guard<'_, Box<State>>) {
         let mut groups = [0; BURIED_AT_ONCE / GROUP];
-        let count = state.staging.take_garbage(&mut groups, self.hand.kind());
+        let first = self.hand.kind(&state.staging);
+        let count = state.staging.take_garbage(&mut groups, first);
         let groups = &groups[..count];
         let mut left = [0u64; BURIED_AT_ONCE / GROUP];
         for (left, &group) in left.iter_mut().zip(groups) {
@@ -113,12 +114,12 @@ impl Evictor {
         most: usize,
         wrapped: &mut u32,
     ) -> Option<Filled> {
-        let kind = self.hand.kind();
+        let kind = self.hand.kind(&state.staging);
         let Some(groups) = state.staging.take_empty(most, kind) else { return Some(Filled::Nothing) };
         let (mut filled, mut outcome) = (0, Filled::Nothing);
         let (mut wanted, begun_ns) = (groups.len() * GROUP, clock_ns());
         // Pages that are not the process's alone are made so, and moved the next time, before the hand goes on.
-        while filled < wanted && !self.hand.has_many_loose() && self.hand.kind() == kind {
+        while filled < wanted && !self.hand.has_many_loose() && self.hand.kind(&state.staging) == kind {
             let frame = (groups.start * GROUP + filled) as Frame;
             let room = wanted - filled;
             if !self.hand.next_run(pager, channel, state, room, wrapped) {
@@ -150,7 +151,7 @@ impl Evictor {
             }
         }
         if staged == 0 {
-            return (self.hand.kind() == kind).then_some(outcome);
+            return (self.hand.kind(&state.staging) == kind).then_some(outcome);
         }
         self.hand.filled(staged);
         pager.exhausted.store(false, Release);
@@ -200,16 +201,17 @@ impl Evictor {
             }
             Some(Errno::EINVAL)
                 if state.staging.has_code()
-                    && self.may_be_of_other_kind(stopped_at)
+                    && self.may_be_of_other_kind(stopped_at, frame)
                     && self.hand.tries_other_kind(stopped_at) => {}
             Some(errno) => self.hand.pass_over(stopped_at, pages - moved, errno),
         }
         Some(moved)
     }
 
-    /// Whether a page did not move because of what the frames are like. Where that is not known it may be.
-    fn may_be_of_other_kind(&self, address: usize) -> bool {
-        self.is_executable(address).is_none_or(|is_code| is_code != (self.hand.kind() == Kind::Code))
+    /// Whether a page did not move to a frame because of what that is like. Where that is not known it may be.
+    fn may_be_of_other_kind(&self, address: usize, frame: Frame) -> bool {
+        let is_for_code = Kind::of(frame as usize) == Kind::Code;
+        self.is_executable(address).is_none_or(|is_code| is_code != is_for_code)
     }
 
     /// As [`Evictor::move_run`], with all that lies between cold pages that are near to each other.
