@@ -4,7 +4,6 @@
 //! morgue of its own. Both are addresses and no more, that nobody may touch, until the program has memory of that kind: no
 //! other has any that is executable because of us.
 
-use crate::evict::register_patiently;
 use crate::memory::{self, PAGE};
 use crate::pager::{Channel, MORGUE_BYTES, Way};
 use crate::staging::{CODE_GROUPS, GROUP};
@@ -21,6 +20,8 @@ const BYTES: usize = FRAMES_BYTES + MORGUE_BYTES;
 pub struct CodeFrames {
     start: usize,
     is_open: AtomicBool,
+    /// The system refuses them, or kills who asks.
+    is_forbidden: AtomicBool,
 }
 
 impl CodeFrames {
@@ -30,7 +31,12 @@ impl CodeFrames {
         // A copy of the process finds them empty, as it does other frames.
         // SAFETY: the range is the pager's own, and empty.
         let _ = unsafe { madvise(start as *mut c_void, BYTES, Advice::LinuxWipeOnFork) };
-        Ok(CodeFrames { start, is_open: AtomicBool::new(false) })
+        Ok(CodeFrames { start, is_open: AtomicBool::new(false), is_forbidden: AtomicBool::new(false) })
+    }
+
+    /// They are not asked for any more.
+    pub fn forbid(&self) {
+        self.is_forbidden.store(true, Release);
     }
 
     /// Address of the first frame.
@@ -51,7 +57,10 @@ impl CodeFrames {
     /// Makes them memory that is like the program's. `false` where the system does not let it, or there is no need: mremap takes pages
     /// whatever their rights.
     pub fn open(&self, channel: &Channel) -> bool {
-        let is_open = matches!(channel.way, Way::Move { .. }) && self.allow() && self.register(channel);
+        if matches!(channel.way, Way::Remap) || self.is_forbidden.load(Acquire) {
+            return false;
+        }
+        let is_open = self.allow() && self.register(channel);
         self.is_open.store(is_open, Release);
         if !is_open {
             self.close();
@@ -59,7 +68,8 @@ impl CodeFrames {
         is_open
     }
 
-    /// In a copy of the process: goes on with them, if they were in use. Where they begin then.
+    /// In a copy of the process: goes on with them, if they were in use and the parent's descriptor has let go of its ranges. Where they begin
+    /// then.
     pub fn begin_in_copy(&self, channel: &Channel) -> Option<usize> {
         self.in_use()?;
         if !self.register(channel) {
@@ -68,27 +78,33 @@ impl CodeFrames {
         self.in_use().map(|frames| frames.start)
     }
 
-    /// Lets them be touched again, which nobody might for a while, and has them not be locked.
+    /// Lets them be touched again, which nobody might for a while, and has them not be locked. Where that is refused it is not asked again.
     pub fn allow(&self) -> bool {
+        if self.is_forbidden.load(Acquire) {
+            return false;
+        }
         let start = self.start as *mut c_void;
         // SAFETY: a range of the pager's own, in which nothing is that is wanted.
-        unsafe {
+        let allowed = unsafe {
             let _ = munlock(start, BYTES);
-            mprotect(start, BYTES, MprotectFlags::READ | MprotectFlags::WRITE | MprotectFlags::EXEC).is_ok()
+            mprotect(start, BYTES, MprotectFlags::READ | MprotectFlags::WRITE | MprotectFlags::EXEC)
+        };
+        if allowed.is_err() {
+            self.forbid();
         }
+        allowed.is_ok()
     }
 
-    /// They are not in use any more.
+    /// They are not in use any more, when nothing is staged in them; the evictor has yet to hear of it.
     pub fn close(&self) {
         self.is_open.store(false, Release);
-        // SAFETY: as above, and nobody looks for anything there from now on.
+        // SAFETY: as above.
         let _ = unsafe { memory::set_access(self.start, BYTES, false) };
     }
 
     /// Asks for messages about them, as is done for other frames: each process does that for itself.
     fn register(&self, channel: &Channel) -> bool {
         let Way::Move { quiet } = channel.way else { return false };
-        let frames = self.start..self.start + FRAMES_BYTES;
-        quiet.register(self.morgue(), MORGUE_BYTES).is_ok() && register_patiently(channel, frames)
+        quiet.register(self.morgue(), MORGUE_BYTES).is_ok() && channel.uffd.register(self.start, FRAMES_BYTES).is_ok()
     }
 }

@@ -416,9 +416,10 @@ impl Evictor {
                 frames.end..staging.end
             }
         };
+        let is_registered = register_patiently(channel, registered);
         let code = pager.code.begin_in_copy(channel);
         state.staging.reset(frames.start, frames.len() / (GROUP * PAGE), code);
-        if !register_patiently(channel, registered) || !channel.make_gate() || pager.start_handler().is_err() {
+        if !is_registered || !channel.make_gate() || pager.start_handler().is_err() {
             pager.region.note_trouble(crate::shared::Trouble::NoThread, 0);
             return false;
         }
@@ -473,9 +474,10 @@ impl Evictor {
         true
     }
 
-    /// Whether what is mapped at an address may be executed, if that can be told.
-    pub(crate) fn is_executable(&self, address: usize) -> Option<bool> {
-        maps::is_executable(self.files.as_ref()?.maps.as_fd(), address)
+    /// What frames are like that may hold what is mapped at an address, if that can be told.
+    pub(crate) fn kind_at(&self, address: usize) -> Option<Kind> {
+        let is_code = maps::is_code(self.files.as_ref()?.maps.as_fd(), address)?;
+        Some(if is_code { Kind::Code } else { Kind::Data })
     }
 
     /// Whether pages may leave at all: not if a device may write to them and the kernel does not say so, nor by mremap if all are locked.
@@ -542,6 +544,9 @@ impl Evictor {
                 return Evicted::Enough;
             }
             pager.take_fresh_blocks(channel, &mut state);
+            if state.staging.has_code() && pager.code.in_use().is_none() {
+                state.staging.lose_code();
+            }
             // Begins when half of the reserve is used, ends when it is whole again.
             let kept = if evicting { state.reserve_pages() } else { state.reserve_pages() / 2 };
             evicting = state.estimate_pages() + kept > state.limit_pages;
@@ -568,8 +573,12 @@ impl Evictor {
                 let is_code = !has_room && kind == Kind::Code;
                 let is_garbage = is_code && state.staging.garbage_groups(kind) >= BURIED_AT_ONCE / GROUP;
                 if is_garbage {
-                    self.bury(pager, channel, state);
-                } else if !self.compress_oldest(pager, state, is_code.then_some(kind)) {
+                    if self.bury(pager, channel, state) {
+                        continue;
+                    }
+                    state = pager.state.lock();
+                }
+                if !self.compress_oldest(pager, state, is_code.then_some(kind)) {
                     self.bury(pager, channel, pager.state.lock());
                 }
                 if self.must_wait_for_spill(pager) {
@@ -582,6 +591,7 @@ impl Evictor {
                     fruitless = 0;
                     self.make_own(pager, state);
                 }
+                Filled::NoRoom => {}
                 Filled::EventPending => {
                     drop(state);
                     lock::pause();
@@ -663,7 +673,7 @@ enum Evicted {
 
 /// Registers a range that the parent's descriptor may still hold: the parent lets go of it as soon as it hears of the
 /// fork.
-pub fn register_patiently(channel: &Channel, range: Range<usize>) -> bool {
+fn register_patiently(channel: &Channel, range: Range<usize>) -> bool {
     for _ in 0..40_000 {
         match channel.uffd.register(range.start, range.end - range.start) {
             Ok(()) => return true,

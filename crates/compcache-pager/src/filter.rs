@@ -95,16 +95,27 @@ const CALLS_REFUSABLE: &[u32] = &[
 
 /// Whether a filter lets the pager's threads go on.
 pub fn lets_pager_go_on(program: &[Instruction]) -> bool {
-    let action_of = |number: u32, arguments: &[(usize, u32)]| {
-        let mut data = [0; 16];
-        (data[0], data[1]) = (number, AUDIT_ARCH_X86_64);
-        for (place, value) in arguments {
-            data[4 + 2 * place] = *value;
-        }
-        run(program, &data).map(|result| result & RET_ACTION)
-    };
-    CALLS.iter().all(|(number, arguments)| matches!(action_of(*number, arguments), Some(RET_ALLOW | RET_LOG)))
-        && CALLS_REFUSABLE.iter().all(|number| matches!(action_of(*number, &[]), Some(RET_ALLOW | RET_LOG | RET_ERRNO)))
+    CALLS.iter().all(|(number, arguments)| matches!(action_of(program, *number, arguments), Some(RET_ALLOW | RET_LOG)))
+        && CALLS_REFUSABLE.iter().all(|number| may_try(program, *number, &[]))
+}
+
+/// Whether a filter does not kill who asks for memory that may be executed ([`crate::code`]).
+pub fn lets_ask_for_code(program: &[Instruction]) -> bool {
+    may_try(program, uapi::__NR_mprotect, &[(2, uapi::PROT_READ | uapi::PROT_WRITE | uapi::PROT_EXEC)])
+}
+
+fn may_try(program: &[Instruction], number: u32, arguments: &[(usize, u32)]) -> bool {
+    matches!(action_of(program, number, arguments), Some(RET_ALLOW | RET_LOG | RET_ERRNO))
+}
+
+/// What a filter does of a call; `None` when the kernel would not take it.
+fn action_of(program: &[Instruction], number: u32, arguments: &[(usize, u32)]) -> Option<u32> {
+    let mut data = [0; 16];
+    (data[0], data[1]) = (number, AUDIT_ARCH_X86_64);
+    for (place, value) in arguments {
+        data[4 + 2 * place] = *value;
+    }
+    run(program, &data).map(|result| result & RET_ACTION)
 }
 
 /// Runs a program as the kernel would; `None` when the kernel would not take it.
@@ -223,6 +234,22 @@ mod tests {
                     of(&[(LOAD, 0, 0, 0), (EQUALS, 0, 1, *number), (RETURN, 0, 0, action), (RETURN, 0, 0, RET_ALLOW)]);
                 assert_eq!(lets_pager_go_on(&program), goes_on, "call {number} with {action:#x}");
             }
+        }
+    }
+
+    #[test]
+    fn a_filter_may_refuse_memory_that_may_be_executed_but_not_kill_for_it() {
+        for (action, lets) in [(REFUSE, true), (KILL, false)] {
+            // The rights are the third argument.
+            let program = of(&[
+                (LOAD, 0, 0, 0),
+                (EQUALS, 0, 3, uapi::__NR_mprotect),
+                (LOAD, 0, 0, 32),
+                (HAS_BITS, 0, 1, uapi::PROT_EXEC),
+                (RETURN, 0, 0, action),
+                (RETURN, 0, 0, RET_ALLOW),
+            ]);
+            assert_eq!((lets_pager_go_on(&program), lets_ask_for_code(&program)), (true, lets), "{action:#x}");
         }
     }
 

@@ -94,12 +94,10 @@ impl Pager {
                 let _ = memory::set_access(start, len, true);
             }
         }
-        let has_code = code.1 == 0 || self.code.allow();
-        fork::parent(self);
-        if !has_code {
+        if code.1 > 0 && !self.code.allow() {
             self.code.close();
-            self.state.lock().staging.lose_code();
         }
+        fork::parent(self);
         result
     }
 

@@ -30,11 +30,13 @@ pub enum Filled {
     Some,
     Nothing,
     EventPending,
+    /// No group is empty of the kind that is needed.
+    NoRoom,
 }
 
 impl Evictor {
-    /// Gives garbage frames back to the system, without the lock.
-    pub fn bury(&mut self, pager: &Pager, channel: &Channel, mut state: Guard<'_, Box<State>>) {
+    /// Gives garbage frames back to the system, without the lock. Whether one has gone.
+    pub fn bury(&mut self, pager: &Pager, channel: &Channel, mut state: Guard<'_, Box<State>>) -> bool {
         let mut groups = [0; BURIED_AT_ONCE / GROUP];
         let first = self.hand.kind(&state.staging);
         let count = state.staging.take_garbage(&mut groups, first);
@@ -84,6 +86,7 @@ impl Evictor {
         }
         drop(state);
         pager.tell_progress();
+        buried > 0
     }
 
     /// Moves cold pages into an empty group until it is full, under one hold of the lock: who waits for it leaves a
@@ -115,7 +118,7 @@ impl Evictor {
         wrapped: &mut u32,
     ) -> Option<Filled> {
         let kind = self.hand.kind(&state.staging);
-        let Some(groups) = state.staging.take_empty(most, kind) else { return Some(Filled::Nothing) };
+        let Some(groups) = state.staging.take_empty(most, kind) else { return Some(Filled::NoRoom) };
         let (mut filled, mut outcome) = (0, Filled::Nothing);
         let (mut wanted, begun_ns) = (groups.len() * GROUP, clock_ns());
         // Pages that are not the process's alone are made so, and moved the next time, before the hand goes on.
@@ -210,8 +213,7 @@ impl Evictor {
 
     /// Whether a page did not move to a frame because of what that is like. Where that is not known it may be.
     fn may_be_of_other_kind(&self, address: usize, frame: Frame) -> bool {
-        let is_for_code = Kind::of(frame as usize) == Kind::Code;
-        self.is_executable(address).is_none_or(|is_code| is_code != is_for_code)
+        self.kind_at(address) != Some(Kind::of(frame as usize))
     }
 
     /// As [`Evictor::move_run`], with all that lies between cold pages that are near to each other.

@@ -81,10 +81,11 @@ pub fn covering_or_next(fd: BorrowedFd<'_>, address: usize) -> Option<Found> {
     }
 }
 
-/// Whether what is mapped at an address may be executed; `None` when nothing is, or the kernel cannot be asked.
-pub fn is_executable(fd: BorrowedFd<'_>, address: usize) -> Option<bool> {
-    const EXECUTABLE: u64 = uapi::procmap_query_flags::PROCMAP_QUERY_VMA_EXECUTABLE as u64;
-    Some(query(fd, address, 0).ok()?.vma_flags & EXECUTABLE != 0)
+/// Whether what is mapped at an address may be written and executed; `None` when nothing is, or the kernel cannot be asked.
+pub fn is_code(fd: BorrowedFd<'_>, address: usize) -> Option<bool> {
+    use uapi::procmap_query_flags::{PROCMAP_QUERY_VMA_EXECUTABLE, PROCMAP_QUERY_VMA_WRITABLE};
+    const BOTH: u64 = PROCMAP_QUERY_VMA_EXECUTABLE as u64 | PROCMAP_QUERY_VMA_WRITABLE as u64;
+    Some(query(fd, address, 0).ok()?.vma_flags & BOTH == BOTH)
 }
 
 /// The mapping that covers an address, or the one that the flags ask for.
@@ -240,9 +241,13 @@ mod tests {
             let (middle, rights) = (start.add(PAGE).cast(), ProtFlags::READ | ProtFlags::WRITE);
             rustix::mm::mmap_anonymous(middle, PAGE, rights, MapFlags::SHARED | MapFlags::FIXED).unwrap();
         }
-        let executable = |address| is_executable(rustix::fd::AsFd::as_fd(&fd), address);
-        let code = a_single_mapping_is_asked_for as *const () as usize;
-        assert_eq!([code, start as usize, 0].map(executable), [Some(true), Some(false), None]);
+        let code = |address| is_code(rustix::fd::AsFd::as_fd(&fd), address);
+        let function = a_single_mapping_is_asked_for as *const () as usize;
+        let last = start as usize + 2 * PAGE;
+        assert_eq!([function, last, 0].map(code), [Some(false), Some(false), None]);
+        // SAFETY: within the range mapped above.
+        unsafe { rustix::mm::mprotect(last as *mut _, PAGE, MprotectFlags::from_bits_retain(7)).unwrap() };
+        assert_eq!(code(last), Some(true));
         let middle = start as usize + PAGE;
         let shared = Found::Mapping { range: middle..middle + PAGE, private_anonymous: false };
         assert_eq!(ask(middle), Some(shared));

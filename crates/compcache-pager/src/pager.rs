@@ -481,6 +481,11 @@ impl Pager {
         self.is_filtered.store(true, Release);
     }
 
+    /// Notes that a filter on system calls kills who asks for memory that may be executed.
+    pub fn forbid_code(&self) {
+        self.code.forbid();
+    }
+
     /// Whether new threads could not do the pager's work, as far as is known.
     pub fn is_filtered(&self) -> bool {
         self.is_filtered.load(Acquire)

@@ -90,8 +90,7 @@ impl Registrar {
             if pager.frozen.load(Acquire) {
                 return Registered::Frozen;
             }
-            let wants_code = candidates.has_code && !state.staging.has_code() && !pager.is_filtered();
-            if wants_code && pager.code.open(channel) {
+            if candidates.has_code && !state.staging.has_code() && pager.code.open(channel) {
                 state.staging.add_code(pager.code.start());
             }
             // What is registered and not held would be taken for new, and what is stored of it for nobody's.

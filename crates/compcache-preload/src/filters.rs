@@ -5,7 +5,7 @@
 //! of the pager's may.
 
 use crate::libc;
-use compcache_pager::filter::{INSTRUCTIONS_MAX, Instruction, lets_pager_go_on};
+use compcache_pager::filter::{INSTRUCTIONS_MAX, Instruction, lets_ask_for_code, lets_pager_go_on};
 use compcache_pager::memory;
 use compcache_pager::pager::Pager;
 use compcache_pager::{read_own_memory, retire};
@@ -39,9 +39,16 @@ fn before_filter(pager: &Pager, program: usize, is_for_all: bool) {
     if !(1..=INSTRUCTIONS_MAX).contains(&count) {
         return;
     }
-    let lets_go_on = with_room(count, |read| !read_own_memory(at, read.as_flattened_mut()) || lets_pager_go_on(read));
+    let lets = with_room(count, |read| match read_own_memory(at, read.as_flattened_mut()) {
+        true => (lets_pager_go_on(read), lets_ask_for_code(read)),
+        false => (true, true),
+    });
     // Without memory for a look nothing is known of it.
-    if lets_go_on == Some(true) {
+    let (lets_go_on, lets_ask_for_code) = lets.unwrap_or((false, false));
+    if !lets_ask_for_code {
+        pager.forbid_code();
+    }
+    if lets_go_on {
         return;
     }
     match is_for_all {

@@ -140,6 +140,7 @@ traps! {
     a_write_to_cold_read_only_memory_is_a_fault_of_the_programs: "protects" ["readonly"];
     memory_without_access_keeps_its_contents: "protects" ["none"];
     memory_that_may_be_executed_leaves_and_is_run: "protects" ["code"];
+    memory_that_may_be_executed_may_be_refused_from_now_on: "protects" ["refused"];
     memory_that_may_be_executed_may_lie_beside_locked_memory: "protects" ["beside"];
     protections_may_change_at_any_time: "protects" ["toggles"];
 

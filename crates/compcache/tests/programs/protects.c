@@ -5,10 +5,12 @@
  *   none       PROT_NONE and back
  *   toggles    threads change protections and contents without a pause
  *   code       memory that may be written and executed leaves like any other, and is run when it comes back
+ *   refused    such memory, and from then on the system gives the process no more of it
  *   mixed      pieces of either kind, smaller than what moves at once
  *   beside     such memory beside much that is locked in pieces, and cannot leave
  */
 #include "trap.h"
+#include <sys/prctl.h>
 
 static struct area area;
 static atomic_int caught;
@@ -176,6 +178,25 @@ static void code(void)
 	code_check_all(&code, 1);
 }
 
+static void refused(void)
+{
+	struct area code = area_over(map_private(MIB), MIB, 35);
+	MUST(mprotect(code.at, code.pages * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC) == 0);
+	for (size_t page = 0; page < code.pages; page++) code_write(&code, page, 1);
+	area_push_out(&code);
+	/* PR_SET_MDWE: what could not be executed before cannot be made so. */
+	if (prctl(65, 1, 0, 0, 0) != 0) lacks("PR_SET_MDWE");
+	for (int round = 0; round < 3; round++) {
+		if (mlockall(MCL_CURRENT) != 0) lacks("mlockall");
+		code_check_all(&code, 1);
+		MUST(munlockall() == 0);
+		/* What is no code leaves as it did. */
+		area_push_out(&area);
+		code_check_all(&code, 1);
+		area_check(&area, 1);
+	}
+}
+
 /* Every third piece may be executed. */
 static void mixed(void)
 {
@@ -232,7 +253,8 @@ int main(int argc, char **argv)
 	else if (mode_is(argc, argv, "toggles")) toggles();
 	else if (mode_is(argc, argv, "code")) code();
 	else if (mode_is(argc, argv, "beside")) beside();
+	else if (mode_is(argc, argv, "refused")) refused();
 	else if (mode_is(argc, argv, "mixed")) mixed();
-	else die("readonly | none | toggles | code | beside | mixed");
+	else die("readonly | none | toggles | code | beside | mixed | refused");
 	return passed();
 }
