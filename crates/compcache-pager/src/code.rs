@@ -11,6 +11,7 @@ use crate::sys::Errno;
 use core::ffi::c_void;
 use core::ops::Range;
 use core::sync::atomic::{AtomicBool, Ordering::*};
+use rustix::io::Errno as Refused;
 use rustix::mm::{Advice, MprotectFlags, madvise, mprotect, munlock};
 
 const FRAMES_BYTES: usize = CODE_GROUPS * GROUP * PAGE;
@@ -78,7 +79,7 @@ impl CodeFrames {
         self.in_use().map(|frames| frames.start)
     }
 
-    /// Lets them be touched again, which nobody might for a while, and has them not be locked. Where that is refused it is not asked again.
+    /// Lets them be touched again, which nobody might for a while, and has them not be locked. Where that is forbidden it is not asked again.
     pub fn allow(&self) -> bool {
         if self.is_forbidden.load(Acquire) {
             return false;
@@ -89,7 +90,8 @@ impl CodeFrames {
             let _ = munlock(start, BYTES);
             mprotect(start, BYTES, MprotectFlags::READ | MprotectFlags::WRITE | MprotectFlags::EXEC)
         };
-        if allowed.is_err() {
+        // Room for them there may be another time.
+        if matches!(allowed, Err(Refused::ACCESS | Refused::PERM)) {
             self.forbid();
         }
         allowed.is_ok()
@@ -99,7 +101,10 @@ impl CodeFrames {
     pub fn close(&self) {
         self.is_open.store(false, Release);
         // SAFETY: as above.
-        let _ = unsafe { memory::set_access(self.start, BYTES, false) };
+        unsafe {
+            let _ = munlock(self.start as *mut c_void, BYTES);
+            let _ = memory::set_access(self.start, BYTES, false);
+        }
     }
 
     /// Asks for messages about them, as is done for other frames: each process does that for itself.

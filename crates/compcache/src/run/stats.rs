@@ -213,10 +213,12 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         Some(Trouble::NoUserfaultfd) => "a process ran unpaged: userfaultfd was refused",
         Some(Trouble::NoMemory) => {
             "a process ran unpaged: memory for the pager was refused; a limit on address space (ulimit -v) counts what is \
-             only reserved"
+             only reserved, and programs under valgrind get none"
         }
         Some(Trouble::NoEvictionWay) => "a process ran unpaged: the kernel lacks what the eviction way needs",
-        Some(Trouble::NoThread) => "a process ran unpaged: the pager's thread could not be started",
+        Some(Trouble::NoThread) => {
+            "a process ran unpaged: the pager's thread could not be started; under an emulator such as qemu-user it never can"
+        }
         Some(Trouble::Devices) => {
             "nothing more was evicted from a process that uses O_DIRECT or io_uring: before Linux 6.8, and where files are \
              on NFS or Ceph, nobody can tell which of its pages are written to"
@@ -254,6 +256,9 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
             let errno = Errno::from_raw_os_error(errno as i32);
             let remedy = match known {
                 // Who started it has it: else nothing would have been started.
+                Some(Trouble::NoUserfaultfd) if errno == Errno::NOSYS => {
+                    "; the kernel has it, so what stands between answered: an emulator of system calls, whose programs cannot be paged, or a filter"
+                }
                 Some(Trouble::NoUserfaultfd) => {
                     "; if it changed its user, that user needs it: by sysctl vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd"
                 }
@@ -436,6 +441,8 @@ mod tests {
         let told = trouble(Trouble::NoUserfaultfd as u32, 1).unwrap();
         assert!(told.contains("userfaultfd was refused (") && told.contains("permitted"), "{told}");
         assert!(told.contains("changed its user") && told.contains("vm.unprivileged_userfaultfd=1"), "{told}");
+        let told = trouble(Trouble::NoUserfaultfd as u32, Errno::NOSYS.raw_os_error() as u32).unwrap();
+        assert!(told.contains("emulator") && !told.contains("changed its user"), "{told}");
         assert!(trouble(Trouble::LostPage as u32, 0).unwrap().ends_with("wrong bytes"));
     }
 }

@@ -94,6 +94,14 @@ static void toggles(void)
 	area_check(&area, 1);
 }
 
+/* Memory that may be written and executed. */
+static struct area new_code(size_t bytes, uint64_t tag)
+{
+	struct area code = area_over(map_private(bytes), bytes, tag);
+	if (mprotect(code.at, bytes, PROT_READ | PROT_WRITE | PROT_EXEC) != 0) lacks("memory that may be written and executed");
+	return code;
+}
+
 /* A page of an area with a function in the place of its first word, which returns the page's number and generation. */
 static void code_write(const struct area *code, size_t page, uint32_t generation)
 {
@@ -132,8 +140,7 @@ static void *run_code(void *argument)
 
 static void code(void)
 {
-	struct area code = area_over(map_private(working_set() / 2), working_set() / 2, 31);
-	MUST(mprotect(code.at, code.pages * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC) == 0);
+	struct area code = new_code(working_set() / 2, 31);
 	for (size_t page = 0; page < code.pages; page++) code_write(&code, page, 1);
 	if (getenv("TRAP_PLANT")) code.at[code.pages / 2 * PAGE + 1234] ^= 1;
 	for (uint32_t round = 1; round < 4; round++) {
@@ -180,8 +187,7 @@ static void code(void)
 
 static void refused(void)
 {
-	struct area code = area_over(map_private(MIB), MIB, 35);
-	MUST(mprotect(code.at, code.pages * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC) == 0);
+	struct area code = new_code(MIB, 35);
 	for (size_t page = 0; page < code.pages; page++) code_write(&code, page, 1);
 	area_push_out(&code);
 	/* PR_SET_MDWE: what could not be executed before cannot be made so. */
@@ -220,8 +226,7 @@ static void mixed(void)
 static void beside(void)
 {
 	enum { PIECE = 16, GAP = 2 };
-	struct area code = area_over(map_private(MIB), MIB, 32), locked = area_new(working_set(), 33, 1);
-	MUST(mprotect(code.at, code.pages * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC) == 0);
+	struct area code = new_code(MIB, 32), locked = area_new(working_set(), 33, 1);
 	for (uint32_t round = 1; round < 4; round++) {
 		for (size_t page = 0; page < code.pages; page++) code_write(&code, page, round);
 		for (size_t page = 0; page + PIECE <= locked.pages; page += PIECE + GAP)

@@ -119,8 +119,23 @@ pub fn assert_ended(printed: &str, expected: &[(&str, i32)]) {
     let lines = expected.iter().map(|(name, status)| format!("status of {name}: {status}"));
     let missing: Vec<_> = lines.filter(|line| !printed.lines().any(|printed| printed.trim() == line)).collect();
     // At the end, where a long output is not cut off.
-    let ended: Vec<_> = printed.lines().map(str::trim).filter(|line| line.starts_with("status of ")).collect();
-    assert!(missing.is_empty(), "{printed}\nnot {missing:?}, but {ended:?}");
+    assert!(missing.is_empty(), "{printed}\nnot {missing:?}, but {:?}", ended(printed));
+}
+
+/// What ends who reads a page that is gone: SIGBUS; SIGSEGV if it would catch that, and the stack it would do so on is gone, too.
+const PAGE_GONE: [i32; 2] = [135, 139];
+
+/// It has read a page that was gone, and ended so.
+#[track_caller]
+pub fn assert_lost_a_page(printed: &str, name: &str) {
+    let ends = PAGE_GONE.map(|status| format!("status of {name}: {status}"));
+    let is_lost = printed.lines().any(|line| ends.iter().any(|end| line.trim() == end));
+    assert!(is_lost, "{printed}\nnone of {ends:?}, but {:?}", ended(printed));
+}
+
+/// What ended, and how.
+fn ended(printed: &str) -> Vec<&str> {
+    printed.lines().map(str::trim).filter(|line| line.starts_with("status of ")).collect()
 }
 
 /// More work, where there is time for it (`COMPCACHE_LONG`).

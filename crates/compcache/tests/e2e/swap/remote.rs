@@ -13,7 +13,7 @@ use std::time::Duration;
 use compcache_testkit::features::{Feature, find_program, requires};
 use compcache_testkit::vm::{HOST, Vm};
 
-use super::machine::{self, NEEDED, assert_ended, at_length};
+use super::machine::{self, NEEDED, assert_ended, assert_lost_a_page, at_length};
 use crate::support::{Server, said};
 
 /// All that crosses the emulated network takes its time: a smaller machine swaps as much with less.
@@ -29,8 +29,6 @@ const PAUSE: Duration = Duration::from_secs(5);
 /// What `compcache` ends with when it fails, and who is ended by the script.
 const FAILED: i32 = 125;
 const TERMINATED: i32 = 143;
-/// What ends who reads a page that is gone: SIGBUS; SIGSEGV if it would catch that, and the stack it would do so on is gone, too.
-const PAGE_GONE: [i32; 2] = [135, 139];
 
 /// The server's side of a test.
 struct Host {
@@ -162,12 +160,6 @@ mend() {{ ip route del blackhole {HOST}; }}
 
 fn has_all() -> bool {
     requires(&[&NEEDED[..], &[Feature::Program("nbd-client")]].concat())
-}
-
-#[track_caller]
-fn assert_lost_a_page(printed: &str, name: &str) {
-    let ends = PAGE_GONE.map(|status| format!("status of {name}: {status}"));
-    assert!(printed.lines().any(|line| ends.iter().any(|end| line.trim() == end)), "none of {ends:?}:\n{printed}");
 }
 
 // As the guide says.
