@@ -165,6 +165,7 @@ fn has_all() -> bool {
 // As the guide says.
 const ON: &str = r#"
 echo 0 >/proc/sys/vm/watermark_boost_factor
+echo 16384 >/proc/sys/vm/min_free_kbytes
 connect; status connect $?
 mkswap -L far $device >/dev/null && swapon -dpages $device; status on $?
 "#;
