@@ -31,7 +31,7 @@ const NOBODY: u32 = 0;
 pub(super) struct Grown {
     /// The fault that is being answered.
     pub answering: Option<Fault>,
-    /// Who was woken, and asks again if he still waits for that: what was read may be older than what he waits for now.
+    /// Who was woken, and asks again if he still waits for that: what was read may be older than that.
     asked: [Option<(Fault, Mremap)>; PARTS_MAX],
     asked_next: usize,
     parts: [Option<Part>; PARTS_MAX],

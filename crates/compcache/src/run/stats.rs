@@ -217,7 +217,7 @@ fn trouble(trouble: u32, errno: u32) -> Option<String> {
         }
         Some(Trouble::NoEvictionWay) => "a process ran unpaged: the kernel lacks what the eviction way needs",
         Some(Trouble::NoThread) => {
-            "a process ran unpaged: the pager's thread could not be started; under an emulator such as qemu-user it never can"
+            "a process ran unpaged: the pager's thread could not be started; under an emulator such as qemu-user it cannot"
         }
         Some(Trouble::Devices) => {
             "nothing more was evicted from a process that uses O_DIRECT or io_uring: before Linux 6.8, and where files are \
