@@ -15,7 +15,7 @@
 //!
 //! | asked of `/dev/loopN`                 | arrives as                       | asked of the lane                 |
 //! |---------------------------------------|----------------------------------|-----------------------------------|
-//! | read, write                           | READ, WRITE, 256 KiB at most     | `read`, `write`                   |
+//! | read, write                           | READ, WRITE, in parts            | `read`, `write`                   |
 //! | flush; FUA, as a write and a flush    | FSYNC; once if none is needed    | `flush`                           |
 //! | discard; zeroes that may be holes     | FALLOCATE, punch a hole          | `discard` (`write_zeroes` at edges) |
 //! | zeroes that must be data              | FALLOCATE, zero a range          | `write_zeroes`                    |
@@ -29,7 +29,7 @@
 //! the pages of the request and the buffer that the device reads from or writes into, which is the one fuser received in
 //! or the thread's own. A write that must wait is copied once more. **Allocations.** None on our side while serving;
 //! fuser makes none for reads, writes, FSYNC and FALLOCATE either. It takes 16 MiB of address space a thread, of which
-//! 256 KiB are used.
+//! as much is used as the largest write has: 32 KiB if the device keeps what is written in memory, else 256.
 //!
 //! **Waking.** A thread that has answered looks for the next request a moment before it sleeps, and the others leave it to that one
 //! ([`Linger`]).
@@ -92,9 +92,24 @@ use loop_device::{CONTROL, LoopDevice};
 use place::Place;
 use waiting::Waiters;
 
-/// The largest request, in bytes. The loop device makes none that is larger than 1.25 MiB; those come in parts, which
-/// several threads serve at the same time: a write of 1 MiB is a millisecond's work for one.
-const REQUEST_BYTES_MAX: usize = 256 << 10;
+/// The largest requests, in bytes. The loop device makes none that is larger than 1.25 MiB; those come in parts, which several
+/// threads serve at the same time.
+#[derive(Clone, Copy)]
+struct Largest {
+    read_bytes: usize,
+    write_bytes: usize,
+}
+
+impl Largest {
+    /// What stays in memory takes a processor's time: 64 KiB under LZ4 as long as to wake five threads, so two share them. A
+    /// medium below takes few long writes sooner than many short ones.
+    fn of(device: &dyn BlockDevice) -> Largest {
+        match device.needs_flush() {
+            true => Largest { read_bytes: 256 << 10, write_bytes: 256 << 10 },
+            false => Largest { read_bytes: 128 << 10, write_bytes: 32 << 10 },
+        }
+    }
+}
 
 /// The node through which file systems are served.
 const FUSE: &str = "/dev/fuse";
@@ -147,11 +162,12 @@ impl FuseLoop {
         check_privilege()?;
         let fuse = OwnedFd::from(open_node(Path::new(FUSE), "fuse")?);
         let control = open_node(Path::new(CONTROL), "loop")?;
-        let lanes = Lanes::new(device.clone(), options.threads.get())?;
+        let largest = Largest::of(&*device);
+        let lanes = Lanes::new(device.clone(), options.threads.get(), largest)?;
 
         let place = Place::create(&options.directory)?;
         let sector_bytes = device.sector_bytes();
-        let waiting = Arc::new(Waiters::new());
+        let waiting = Arc::new(Waiters::new(largest));
         let mut disk = FuseLoop {
             attached: None,
             place: None,
@@ -163,12 +179,12 @@ impl FuseLoop {
         let point = place.mount_point();
         let threads = waiting.start(&device, options.waiting_threads.get());
         disk.waiting_threads = threads.map_err(FuseLoopError::at(Step::Thread, &point))??;
-        let connection = place.mount(fuse)?;
+        let connection = place.mount(fuse, largest)?;
         let (file, name) = (place.file(), place.file_name().to_owned());
         disk.place = Some(place);
 
         let linger = Linger::new(connection.try_clone().map_err(FuseLoopError::at(Step::Handshake, &point))?);
-        let served = OneFile { name, lanes, waiting, linger, uid: getuid().as_raw(), gid: getgid().as_raw() };
+        let served = OneFile { name, lanes, largest, waiting, linger, uid: getuid().as_raw(), gid: getgid().as_raw() };
         let mut config = Config::default();
         config.n_threads = Some(options.threads.get());
         config.clone_fd = true;

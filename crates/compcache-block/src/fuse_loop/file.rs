@@ -18,7 +18,7 @@ use fuser::{
 };
 use linux_raw_sys::general::{FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE, FALLOC_FL_ZERO_RANGE, SEEK_DATA, SEEK_HOLE};
 
-use super::REQUEST_BYTES_MAX;
+use super::Largest;
 use super::lanes::{Lanes, Own};
 use super::waiting::{EmptyRequest, Job, Seek, Waiters, done, errno};
 use crate::device::{BLOCK_BYTES, Manner, Outcome, Zeroes};
@@ -37,12 +37,14 @@ const REMEMBERED: Duration = Duration::ZERO;
 const IN_FLIGHT_MAX: u16 = 128;
 
 /// Reads and writes of more take as long as it takes to wake another thread.
-const LONG_BYTES: usize = 32 << 10;
+const LONG_READ_BYTES: usize = 32 << 10;
+const LONG_WRITE_BYTES: usize = 16 << 10;
 
 pub(super) struct OneFile {
     /// What the file is called.
     pub name: String,
     pub lanes: Lanes,
+    pub largest: Largest,
     pub waiting: Arc<Waiters>,
     pub linger: Linger,
     pub uid: u32,
@@ -107,7 +109,9 @@ impl Filesystem for OneFile {
         for wanted in [InitFlags::FUSE_ASYNC_DIO, InitFlags::FUSE_ASYNC_READ] {
             let _ = config.add_capabilities(wanted);
         }
-        let _ = config.set_max_write(REQUEST_BYTES_MAX as u32);
+        let _ = config.set_max_write(self.largest.write_bytes as u32);
+        // What is read in one request is limited by the larger of the two; a kernel that offers less than this stays at its own.
+        let _ = config.set_max_readahead(self.largest.read_bytes as u32);
         let _ = config.set_max_background(IN_FLIGHT_MAX);
         Ok(())
     }
@@ -172,7 +176,7 @@ impl Filesystem for OneFile {
         if length_bytes == 0 {
             return reply.data(&[]);
         }
-        self.with_own(length_bytes > LONG_BYTES, |own| {
+        self.with_own(length_bytes > LONG_READ_BYTES, |own| {
             let own = match own {
                 Ok(own) => own,
                 Err(error) => return reply.error(errno(&error)),
@@ -198,7 +202,7 @@ impl Filesystem for OneFile {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        self.with_own(from.len() > LONG_BYTES, |own| {
+        self.with_own(from.len() > LONG_WRITE_BYTES, |own| {
             let own = match own {
                 Ok(own) => own,
                 Err(error) => return reply.error(errno(&error)),

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::process::configure_io_flusher_behavior;
 
-use super::REQUEST_BYTES_MAX;
+use super::Largest;
 use crate::device::{BlockDevice, Lane};
 use crate::error::DeviceError;
 
@@ -21,9 +21,9 @@ pub(super) struct Own {
 
 impl Own {
     /// Takes all the memory it will need.
-    pub fn new(device: &Arc<dyn BlockDevice>) -> Result<Own, DeviceError> {
+    pub fn new(device: &Arc<dyn BlockDevice>, largest: Largest) -> Result<Own, DeviceError> {
         // Not zero, so that the memory is there and not only promised.
-        Ok(Own { lane: device.clone().lane()?, buffer: vec![1; REQUEST_BYTES_MAX] })
+        Ok(Own { lane: device.clone().lane()?, buffer: vec![1; largest.read_bytes] })
     }
 
     /// To be called once by the thread it belongs to: says to the kernel that the thread cleans its memory. What it
@@ -45,6 +45,7 @@ impl Own {
 /// What the threads of a disk take.
 pub(super) struct Lanes {
     device: Arc<dyn BlockDevice>,
+    largest: Largest,
     ready: Mutex<Vec<Own>>,
 }
 
@@ -54,9 +55,9 @@ thread_local! {
 
 impl Lanes {
     /// For `threads` threads.
-    pub fn new(device: Arc<dyn BlockDevice>, threads: usize) -> Result<Lanes, DeviceError> {
-        let ready = (0..threads).map(|_| Own::new(&device)).collect::<Result<_, _>>()?;
-        Ok(Lanes { device, ready: Mutex::new(ready) })
+    pub fn new(device: Arc<dyn BlockDevice>, threads: usize, largest: Largest) -> Result<Lanes, DeviceError> {
+        let ready = (0..threads).map(|_| Own::new(&device, largest)).collect::<Result<_, _>>()?;
+        Ok(Lanes { device, largest, ready: Mutex::new(ready) })
     }
 
     /// The device they lead to.
@@ -69,7 +70,7 @@ impl Lanes {
         OWN.with_borrow_mut(|own| {
             if own.is_none() {
                 let ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner).pop();
-                match ready.map_or_else(|| Own::new(&self.device), Ok) {
+                match ready.map_or_else(|| Own::new(&self.device, self.largest), Ok) {
                     Ok(taken) => own.insert(taken).settle(),
                     Err(error) => return serve(Err(error)),
                 }

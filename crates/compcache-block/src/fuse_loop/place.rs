@@ -28,7 +28,7 @@ use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use rustix::process::{getgid, getuid};
 
-use super::REQUEST_BYTES_MAX;
+use super::Largest;
 use super::error::{FuseLoopError, Step};
 use super::namespace::cut_in_namespace_of;
 
@@ -130,12 +130,13 @@ impl Place {
     }
 
     /// Mounts, and returns the connection to serve it through.
-    pub fn mount(&self, device_node: OwnedFd) -> Result<OwnedFd, FuseLoopError> {
+    pub fn mount(&self, device_node: OwnedFd, largest: Largest) -> Result<OwnedFd, FuseLoopError> {
         let options = format!(
-            "fd={},rootmode=40000,user_id={},group_id={},max_read={REQUEST_BYTES_MAX}",
+            "fd={},rootmode=40000,user_id={},group_id={},max_read={}",
             device_node.as_raw_fd(),
             getuid().as_raw(),
             getgid().as_raw(),
+            largest.read_bytes,
         );
         let options = CString::new(options).expect("numbers have no zero byte");
         let flags = MountFlags::NODEV | MountFlags::NOSUID | MountFlags::NOEXEC | MountFlags::NOATIME;

@@ -1,28 +1,28 @@
 //! Requests that need a slow medium, and the threads that wait for it.
 //!
 //! A request comes here after the device said `MustWait`, so that the thread it came to is free for the next one. Places
-//! and buffers are taken in advance: [`PLACES`] requests, [`WRITES`] of them writes, whose bytes must be copied because
+//! and buffers are taken in advance: [`PLACES`] requests, [`WRITE_BYTES`] of them writes, whose bytes must be copied because
 //! fuser receives the next request in the same buffer. When they are all taken, whoever brings one more waits for the
 //! medium itself; so many slow requests at once do hold up quick ones.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
-use std::{io, mem};
+use std::{io, iter, mem};
 
 use compcache_fuse::told;
 use fuser::{Errno, ReplyData, ReplyEmpty, ReplyLseek, ReplyWrite};
 
-use super::REQUEST_BYTES_MAX;
+use super::Largest;
 use super::lanes::Own;
 use crate::device::{BlockDevice, Extent, Lane, Manner, Outcome, Zeroes};
 use crate::error::DeviceError;
 use crate::waiting::{Takes, Waiting};
 
-/// How many requests may wait.
-const PLACES: usize = 64;
+/// How many requests may wait: as many as a loop device has under way.
+const PLACES: usize = 128;
 
-/// How many of them may be writes.
-const WRITES: usize = 8;
+/// How many bytes of them may be writes'.
+const WRITE_BYTES: usize = 2 << 20;
 
 /// A request, and where its answer goes.
 pub(super) enum Job {
@@ -88,19 +88,17 @@ pub(super) fn errno(error: &DeviceError) -> Errno {
 /// The requests that wait, and the buffers of those that are writes.
 pub(super) struct Waiters {
     waiting: Waiting<Job>,
+    largest: Largest,
     /// Emptied, each with room for the largest write. The mutex is held for moments.
     buffers: Mutex<Vec<Vec<u8>>>,
 }
 
 impl Waiters {
-    pub fn new() -> Waiters {
-        // Ones, not zeroes, so that the memory is there.
-        let emptied = |mut buffer: Vec<u8>| {
-            buffer.clear();
-            buffer
-        };
-        let buffers = (0..WRITES).map(|_| emptied(vec![1; REQUEST_BYTES_MAX])).collect();
-        Waiters { waiting: Waiting::new(PLACES), buffers: Mutex::new(buffers) }
+    pub fn new(largest: Largest) -> Waiters {
+        // Most disks never have a write wait, so the memory of these is not asked for; a server that is swapped to asks for all of its own.
+        let buffers = iter::repeat_with(|| Vec::with_capacity(largest.write_bytes));
+        let buffers = buffers.take(WRITE_BYTES / largest.write_bytes).collect();
+        Waiters { waiting: Waiting::new(PLACES), largest, buffers: Mutex::new(buffers) }
     }
 
     /// Starts `count` threads that wait, and returns once each has its lane.
@@ -114,7 +112,7 @@ impl Waiters {
         let mut started = Ok(());
         for number in 0..count {
             let (waiters, device, ready) = (self.clone(), device.clone(), ready.clone());
-            let body = move || match Own::new(&device).inspect(Own::settle) {
+            let body = move || match Own::new(&device, waiters.largest).inspect(Own::settle) {
                 Ok(mut own) => {
                     let _ = ready.send(Ok(()));
                     drop(ready);

@@ -380,6 +380,9 @@ fn a_file_system_on_a_disk_holds_a_tree_and_the_disk_stays_while_it_is_mounted()
     fs::create_dir(&mounted.0).unwrap();
     let device = server.ok(&["disk", "create", "--name", "fs", "--size", "256M", "--mkfs", "ext4", "--mount", &at]);
     assert!(device.starts_with("/dev/loop"), "{device}");
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    let line = mounts.lines().find(|line| line.contains(&at)).expect("it is mounted");
+    assert!(line.contains("nobarrier") || line.contains("barrier=0"), "it waits for flushes: {line}");
     let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/src");
     let run = |program: &str, arguments: &[&str]| {
         let output =
