@@ -244,16 +244,14 @@ impl<'s> Device<'s> {
         }
     }
 
-    /// Makes an ext4 on it and mounts it. Returns where.
+    /// Makes an ext4 on it and mounts it with these options of its. Returns where.
     ///
     /// # Errors
     /// There is no mkfs.ext4, or one of the two failed.
-    pub fn with_ext4(&self) -> Result<PathBuf> {
+    pub fn with_ext4(&self, options: &str) -> Result<PathBuf> {
         mount::make_ext4(&self.path)?;
         let point = self.directory.join("ext4");
-        // As `disk create --mkfs ext4 --mount` does: none of these devices has anything to flush, and zram says so, where a loop
-        // device cannot.
-        mount::on(self.session, &self.path, &point, "ext4", "barrier=0")?;
+        mount::on(self.session, &self.path, &point, "ext4", options)?;
         Ok(point)
     }
 

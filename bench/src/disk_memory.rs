@@ -89,7 +89,7 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
 
 /// What a new disk holds with the files on it, once they are written and it has come to rest.
 fn filled(device: &Device<'_>, tree: &Path, files: &[(PathBuf, u64)]) -> Result<Held> {
-    let point = device.with_ext4()?;
+    let point = device.with_ext4("")?;
     for (file, _) in files {
         let to = point.join(file.strip_prefix(tree)?);
         fs::create_dir_all(to.parent().context("a file lies in a directory")?)?;

@@ -124,16 +124,19 @@ pub struct FuseLoopOptions {
     pub threads: NonZeroUsize,
     /// Threads that wait for requests that need a slow medium.
     pub waiting_threads: NonZeroUsize,
+    /// Ask for all memory before the disk appears, also what few disks need: where it is swapped to, it is needed when there is none.
+    pub all_at_once: bool,
 }
 
 impl Default for FuseLoopOptions {
-    /// `/run/compcache-block`, a thread for each of at most 8 processors, and 2 that wait.
+    /// `/run/compcache-block`, a thread for each of at most 8 processors, and 2 that wait; memory as it is needed.
     fn default() -> FuseLoopOptions {
         let cpus = std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
         FuseLoopOptions {
             directory: PathBuf::from("/run/compcache-block"),
             threads: cpus.min(NonZeroUsize::new(8).expect("8 is not 0")),
             waiting_threads: NonZeroUsize::new(2).expect("2 is not 0"),
+            all_at_once: false,
         }
     }
 }
@@ -167,7 +170,7 @@ impl FuseLoop {
 
         let place = Place::create(&options.directory)?;
         let sector_bytes = device.sector_bytes();
-        let waiting = Arc::new(Waiters::new(largest));
+        let waiting = Arc::new(Waiters::new(largest, options.all_at_once));
         let mut disk = FuseLoop {
             attached: None,
             place: None,

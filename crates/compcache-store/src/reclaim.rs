@@ -85,8 +85,9 @@ impl Store {
         if !self.is_above(backing, until_percent) {
             return Ok(Reclaimed { finished: true, ..Reclaimed::default() });
         }
-        // A pool above its own limit has its own oldest leave, however old others are.
-        let is_own = self.is_any_above(backing, until_percent);
+        // A pool above its own mark has its own oldest leave, however old others are; one that is on its way down from there when the store is not.
+        let is_own = self.is_any_above(backing, backing.above_percent().into())
+            || !self.budget.is_above(until_percent) && self.is_any_above(backing, until_percent);
         let wants = |pool: &PoolCore| !is_own || pool.is_above(until_percent);
         let at_leisure = !self.is_above(backing, ACCEPT_PERCENT);
         let wanted = Wanted { wants: &wants, leaving: Leaving::Oldest, at_leisure, oldest_of_all: !is_own };

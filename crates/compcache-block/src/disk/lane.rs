@@ -31,6 +31,8 @@ const RECLAIM_WAIT: Duration = Duration::from_millis(1);
 /// others have on its way may leave room yet.
 const IDLE_MAX: u32 = 25;
 const IDLE_WAIT: Duration = Duration::from_millis(10);
+/// The same when it is another disk's medium that hangs: half a minute. A disk that cannot have blocks leave by itself does not hang with it.
+const HELD_UP_MAX: u32 = if cfg!(test) { 20 } else { 3000 };
 /// As far as a stretch of data is followed in one answer: 256 MiB. The next question goes on from there.
 const DATA_BLOCKS_MAX: u64 = 1 << 16;
 
@@ -47,6 +49,16 @@ pub(super) struct DiskLane {
 fn now_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// What came of having blocks leave memory.
+enum Room {
+    /// Some have left, or will have, or the backing is in another state now.
+    Made,
+    /// None could.
+    Nowhere,
+    /// All that could are of a medium that hangs.
+    HeldUp,
 }
 
 /// Goes on with the request unless the step before must wait.
@@ -68,7 +80,7 @@ impl Disk {
         pages: &[Page],
         manner: Manner,
     ) -> Result<Outcome, DeviceError> {
-        let (mut done, mut waits, mut idle) = (0, 0, 0);
+        let (mut done, mut waits, mut idle, mut held_up) = (0, 0, 0, 0);
         // What the page at `done` has waited.
         let mut page_waits = 0;
         let taken = |page_waits: &mut u32| {
@@ -99,14 +111,17 @@ impl Disk {
                         return Ok(Outcome::MustWait);
                     }
                     done += more;
-                    if !self.make_room(worker, &error) {
-                        idle += 1;
-                        if idle > IDLE_MAX {
-                            self.not_told.fetch_sub(1, Relaxed);
-                            return Err(error.into());
-                        }
-                        thread::sleep(IDLE_WAIT);
+                    let (tried, most) = match self.make_room(worker, &error) {
+                        Room::Made => continue,
+                        Room::Nowhere => (&mut idle, IDLE_MAX),
+                        Room::HeldUp => (&mut held_up, HELD_UP_MAX),
+                    };
+                    *tried += 1;
+                    if *tried > most {
+                        self.not_told.fetch_sub(1, Relaxed);
+                        return Err(error.into());
                     }
+                    thread::sleep(IDLE_WAIT);
                 }
                 Err(RunFailed { done: more, error: StoreError::MemoryRefused { .. } })
                     if self.reserve_only.load(Relaxed) && !self.exhausted.load(Relaxed) =>
@@ -148,8 +163,8 @@ impl Disk {
         }
     }
 
-    /// Has some blocks leave memory, this disk's or others', or waits for another thread that does. `false`: none can.
-    fn make_room(&self, worker: &mut Worker, failed: &StoreError) -> bool {
+    /// Has some blocks leave memory, this disk's or others', or waits for another thread that does.
+    fn make_room(&self, worker: &mut Worker, failed: &StoreError) -> Room {
         let store = self.pool.store();
         let done = match (failed, self.pool.backing()) {
             // Its own limit is no reason for others' blocks to leave.
@@ -165,13 +180,15 @@ impl Disk {
         };
         match done {
             Ok(done) if done.is_busy => thread::sleep(RECLAIM_WAIT),
-            Ok(done) if done.is_held_up => thread::sleep(IDLE_WAIT),
+            // Its own is one to wait for.
+            Ok(done) if done.is_held_up && self.pool.backing().is_some() => thread::sleep(IDLE_WAIT),
+            Ok(done) if done.is_held_up => return Room::HeldUp,
             // A flight that only cleaned has made room for the next.
-            Ok(done) => return done.pages > 0 || done.freed_bytes > 0 || !done.finished,
-            // It is in bad health now, and that is where the writer looks next.
-            Err(_) => {}
+            Ok(done) if done.pages == 0 && done.freed_bytes == 0 && done.finished => return Room::Nowhere,
+            // After an error it is in bad health, and that is where the writer looks next.
+            Ok(_) | Err(_) => {}
         }
-        true
+        Room::Made
     }
 }
 

@@ -1,9 +1,9 @@
 use std::sync::atomic::AtomicBool;
-use std::sync::{Barrier, mpsc};
+use std::sync::{Barrier, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use compcache_store::{Backing, BackingConfig, FileMedium, PoolConfig, Store, StoreConfig};
+use compcache_store::{Backing, BackingConfig, FileMedium, Medium, MediumError, PoolConfig, Store, StoreConfig};
 
 use super::*;
 use crate::device::{Extent, Manner, Outcome, Zeroes};
@@ -391,6 +391,49 @@ fn a_disk_without_a_backing_has_others_blocks_leave_at_the_limit_of_all() {
     // Its own limit is its own.
     own.pool().set_limit_bytes(5 << 20);
     assert_eq!(own_lane.write(32 << 20, &data, WAITING).unwrap_err().errno(), 28);
+}
+
+/// Nothing that is written there arrives before it is let.
+struct Hanging(Arc<Mutex<()>>, FileMedium);
+
+impl Medium for Hanging {
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediumError> {
+        self.1.read_at(offset_bytes, into)
+    }
+
+    fn write_at(&self, offset_bytes: u64, from: &[u8]) -> Result<(), MediumError> {
+        let _let = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        self.1.write_at(offset_bytes, from)
+    }
+
+    fn punch(&self, offset_bytes: u64, length_bytes: u64) {
+        self.1.punch(offset_bytes, length_bytes);
+    }
+}
+
+#[test]
+fn a_disk_without_a_backing_does_not_hang_with_anothers_medium() {
+    let hangs = Arc::new(Mutex::new(()));
+    let medium = Hanging(hangs.clone(), FileMedium::new(tempfile::tempfile().unwrap().into()));
+    let config = BackingConfig { capacity_bytes: 64 << 20, segment_bytes: 256 << 10 };
+    let backing = Backing::new(Box::new(medium), config).unwrap();
+    let store = Store::new(StoreConfig { limit_bytes: 8 << 20, ..StoreConfig::default() }).unwrap();
+    let other = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
+    let other = Arc::new(Disk::new(other, 64 << 20).unwrap());
+    let own = Arc::new(Disk::new(store.create_pool(PoolConfig::default()).unwrap(), 64 << 20).unwrap());
+    let data = noise(12 << 20, 1);
+    thread::scope(|scope| {
+        let hang = hangs.lock().unwrap();
+        let writing = scope.spawn(|| other.clone().lane().unwrap().write(0, &data, WAITING));
+        // He goes to the medium himself, and is known to wait there from a tenth of a second on.
+        thread::sleep(Duration::from_millis(500));
+        let refused = own.clone().lane().unwrap().write(0, &data, WAITING);
+        drop(hang);
+        assert_eq!(refused.unwrap_err().errno(), 28);
+        assert_eq!(writing.join().unwrap(), DONE, "it waits for its own");
+    });
+    let little = &data[..2 << 20];
+    assert_eq!(own.clone().lane().unwrap().write(0, little, WAITING), DONE, "the other's leave again");
 }
 
 #[test]

@@ -18,7 +18,7 @@ use crate::device::{BlockDevice, Extent, Lane, Manner, Outcome, Zeroes};
 use crate::error::DeviceError;
 use crate::waiting::{Takes, Waiting};
 
-/// How many requests may wait: as many as a loop device has under way.
+/// How many requests may wait: as many as the kernel has under way (`IN_FLIGHT_MAX`).
 const PLACES: usize = 128;
 
 /// How many bytes of them may be writes'.
@@ -94,9 +94,15 @@ pub(super) struct Waiters {
 }
 
 impl Waiters {
-    pub fn new(largest: Largest) -> Waiters {
-        // Most disks never have a write wait, so the memory of these is not asked for; a server that is swapped to asks for all of its own.
+    pub fn new(largest: Largest, all_at_once: bool) -> Waiters {
+        // Ones, not zeroes, so that the memory is there.
+        let asked_for = |mut buffer: Vec<u8>| {
+            buffer.resize(largest.write_bytes, 1);
+            buffer.clear();
+            buffer
+        };
         let buffers = iter::repeat_with(|| Vec::with_capacity(largest.write_bytes));
+        let buffers = buffers.map(|buffer| if all_at_once { asked_for(buffer) } else { buffer });
         let buffers = buffers.take(WRITE_BYTES / largest.write_bytes).collect();
         Waiters { waiting: Waiting::new(PLACES), largest, buffers: Mutex::new(buffers) }
     }

@@ -66,6 +66,7 @@ impl Node for Loop {
             directory: parent.path().to_owned(),
             threads: 2.try_into().unwrap(),
             waiting_threads: 1.try_into().unwrap(),
+            all_at_once: true,
         };
         Loop { served: FuseLoop::serve(device, &options).unwrap(), _parent: parent }
     }

@@ -158,3 +158,24 @@ fn ages_pass_no_faster_however_many_see_to_it() {
     assert_eq!([1000, 1000, 1099, 1100, 1150, 5000].map(passed), [true, false, false, true, false, true]);
     assert_eq!(store.age(), 3);
 }
+
+#[test]
+fn a_pool_that_is_not_above_its_own_mark_keeps_warm_pages_while_there_are_colder_ones() {
+    let mut cold = place(Memory::new(1, Faults::NONE).medium(), config(400));
+    let backing = Backing::new(Memory::new(2, Faults::NONE).medium(), config(400)).unwrap();
+    let store = cold.store.clone();
+    let pool = store.create_pool_on(PoolConfig::default(), &backing).unwrap();
+    let worker = Worker::new(&store, || 0).unwrap();
+    let mut warm = Place { store: store.clone(), backing, pool, worker, fetcher: Fetcher::new().unwrap() };
+    (0..1000).for_each(|index| cold.write(index, &heap(index, 1)));
+    (0..5).for_each(|_| _ = store.advance_age());
+    (0..1000).for_each(|index| warm.write(index, &heap(index, 2)));
+    // It uses four fifths of its own limit, and the store nine tenths of its.
+    warm.pool.set_limit_bytes(warm.pool.stats().mem_used_total * 5 / 4);
+    store.set_limit_bytes(store.mem_used_total_bytes() * 10 / 9);
+    assert_eq!(store.reclaim(&mut warm.worker, &warm.backing).unwrap().pages, 0);
+    assert!(store.reclaim(&mut cold.worker, &cold.backing).unwrap().pages > 0);
+    // The store is not short of anything: then it is its own limit that is asked for.
+    store.set_limit_bytes(u64::MAX);
+    assert!(store.reclaim(&mut warm.worker, &warm.backing).unwrap().pages > 0);
+}

@@ -61,13 +61,12 @@ impl Wire {
         for_swap: bool,
         directory: &Path,
     ) -> anyhow::Result<Self> {
-        let ublk = ublk_options(&disk, for_swap);
         let beside_us = || directory.join(format!("{name}.nbd"));
         let listen = match at {
-            At::Ublk => return Ok(Wire::Ublk(Ublk::serve(disk.clone(), &ublk)?)),
-            At::Loop => return Ok(Wire::Loop(FuseLoop::serve(disk.clone(), &loop_options(&disk))?)),
-            At::BlockDevice => return Ok(kept_device(name, &disk, &ublk)??),
-            At::Auto => match block_device(name, &disk, &ublk)? {
+            At::Ublk => return Ok(Wire::Ublk(Ublk::serve(disk.clone(), &ublk_options(&disk, for_swap))?)),
+            At::Loop => return Ok(Wire::Loop(FuseLoop::serve(disk.clone(), &loop_options(&disk, for_swap))?)),
+            At::BlockDevice => return Ok(kept_device(name, &disk, for_swap)??),
+            At::Auto => match block_device(name, &disk, for_swap)? {
                 Ok(wire) => return Ok(wire),
                 Err(error) => {
                     say(&format!("compcache: disk {name} is no block device but an NBD export: {error}\n"));
@@ -194,30 +193,26 @@ impl Wire {
 fn block_device(
     name: &str,
     disk: &Arc<dyn BlockDevice>,
-    ublk: &UblkOptions,
+    for_swap: bool,
 ) -> anyhow::Result<Result<Wire, FuseLoopError>> {
-    match Ublk::serve(disk.clone(), ublk) {
+    match Ublk::serve(disk.clone(), &ublk_options(disk, for_swap)) {
         Ok(served) => return Ok(Ok(Wire::Ublk(served))),
         Err(error @ UblkError::Device(_)) => return Err(error.into()),
         // As on most machines, and nothing is amiss.
         Err(UblkError::NotPrivileged | UblkError::NodeMissing { .. } | UblkError::TooOld { .. }) => {}
         Err(error) => say(&format!("compcache: disk {name} is not served by ublk: {error}\n")),
     }
-    loop_device(disk)
+    loop_device(disk, for_swap)
 }
 
 /// The same, of those that stay when we are killed, failing all that is asked: else swap on it could not be taken off.
-fn kept_device(
-    name: &str,
-    disk: &Arc<dyn BlockDevice>,
-    ublk: &UblkOptions,
-) -> anyhow::Result<Result<Wire, FuseLoopError>> {
+fn kept_device(name: &str, disk: &Arc<dyn BlockDevice>, for_swap: bool) -> anyhow::Result<Result<Wire, FuseLoopError>> {
     let ublk_stays = ublk::probe().is_ok_and(|abilities| abilities.keep);
-    if ublk_stays { block_device(name, disk, ublk) } else { loop_device(disk) }
+    if ublk_stays { block_device(name, disk, for_swap) } else { loop_device(disk, for_swap) }
 }
 
-fn loop_device(disk: &Arc<dyn BlockDevice>) -> anyhow::Result<Result<Wire, FuseLoopError>> {
-    match FuseLoop::serve(disk.clone(), &loop_options(disk)) {
+fn loop_device(disk: &Arc<dyn BlockDevice>, for_swap: bool) -> anyhow::Result<Result<Wire, FuseLoopError>> {
+    match FuseLoop::serve(disk.clone(), &loop_options(disk, for_swap)) {
         Err(error @ FuseLoopError::Device(_)) => Err(error.into()),
         served => Ok(served.map(Wire::Loop)),
     }
@@ -237,9 +232,10 @@ fn ublk_options(disk: &Arc<dyn BlockDevice>, for_swap: bool) -> UblkOptions {
     }
 }
 
-fn loop_options(disk: &Arc<dyn BlockDevice>) -> FuseLoopOptions {
+fn loop_options(disk: &Arc<dyn BlockDevice>, for_swap: bool) -> FuseLoopOptions {
     let usual = FuseLoopOptions::default();
-    FuseLoopOptions { waiting_threads: waiting_threads(disk, usual.waiting_threads), ..usual }
+    let waiting_threads = waiting_threads(disk, usual.waiting_threads);
+    FuseLoopOptions { waiting_threads, all_at_once: for_swap, ..usual }
 }
 
 fn connected(server: &NbdServer) -> anyhow::Error {
