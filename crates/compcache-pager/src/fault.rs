@@ -586,7 +586,9 @@ impl Handler {
                 _ => Fetched::Lost,
             };
             if read != Fetched::Done {
-                (damaged, gone) = (Some(page).filter(|_| read == Fetched::Lost), read == Fetched::Not);
+                // What is damaged and nobody asked for is not looked at now: who asks for it finds out.
+                let is_lost = read == Fetched::Lost && page == run.asked;
+                (damaged, gone) = (Some(page).filter(|_| is_lost), !is_lost);
                 break;
             }
         }

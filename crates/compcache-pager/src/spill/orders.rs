@@ -42,6 +42,11 @@ impl<R> Order<R> {
     fn is_over(&self) -> bool {
         matches!(self.progress, Progress::Ready | Progress::Failed)
     }
+
+    /// It could not be read, and nobody waited for it then.
+    fn has_failed_ahead(&self) -> bool {
+        self.progress == Progress::Failed && self.awaited_ns.is_none()
+    }
 }
 
 /// All of them; `R` says where the page is in the file.
@@ -55,15 +60,23 @@ impl<R: Copy> Orders<R> {
         Orders { all: [Order::NONE; ORDERS], number: 0 }
     }
 
-    /// Orders a page, if it is not ordered already; `asked_ns` is the time if somebody waits for it. False if there is no buffer for it: one that nobody waits for, or
+    /// Orders a page, if it is not ordered already; `asked_ns` is the time if somebody waits for it, who has it read again if that failed when nobody
+    /// did: the disk may have failed for a moment. False if there is no buffer for it: one that nobody waits for, or
     /// that nobody has come for, is taken only for a page that somebody waits for.
     pub fn place(&mut self, page: u64, record: R, asked_ns: Option<u64>) -> bool {
         let is_there = |order: &&mut Order<R>| order.progress != Progress::Free && order.page == page;
-        if let Some(order) = self.all.iter_mut().find(is_there) {
-            order.awaited_ns = asked_ns.or(order.awaited_ns);
-            return true;
-        }
-        let Some(place) = self.room(asked_ns) else { return false };
+        let place = match self.all.iter_mut().position(|order| is_there(&order)) {
+            Some(place) if asked_ns.is_some() && self.all[place].has_failed_ahead() => place,
+            Some(place) => {
+                let order = &mut self.all[place];
+                order.awaited_ns = asked_ns.or(order.awaited_ns);
+                return true;
+            }
+            None => match self.room(asked_ns) {
+                Some(place) => place,
+                None => return false,
+            },
+        };
         self.number += 1;
         let (number, progress) = (self.number, Progress::Wanted);
         self.all[place] = Order { progress, page, record: Some(record), number, asked_ns, awaited_ns: asked_ns };
@@ -89,9 +102,10 @@ impl<R: Copy> Orders<R> {
         order.awaited_ns = order.awaited_ns.map(|_| now_ns);
     }
 
-    /// The order of a page that has come to an end, and its place.
+    /// The order of a page that has come to an end, and its place. What nobody waited for has not if it could not be read.
     pub fn ended(&self, page: u64) -> Option<(usize, Order<R>)> {
-        let place = self.all.iter().position(|order| order.page == page && order.is_over())?;
+        let has_ended = |order: &Order<R>| order.page == page && order.is_over() && !order.has_failed_ahead();
+        let place = self.all.iter().position(has_ended)?;
         Some((place, self.all[place]))
     }
 }
@@ -118,5 +132,20 @@ mod tests {
         // Nobody has come.
         assert!(orders.place(200, (), Some(ms(61))));
         assert!(orders.ended(0).is_none() && orders.ended(4).is_some());
+    }
+    #[test]
+    fn what_could_not_be_read_ahead_is_read_again_for_who_waits() {
+        let mut orders = Orders::new();
+        let end = |orders: &mut Orders<()>, page: u64, is_read| {
+            let place = orders.all.iter().position(|order| order.page == page && order.progress == Progress::Wanted);
+            orders.end(place.expect("it is wanted"), is_read, 2);
+        };
+        assert!(orders.place(7, (), None));
+        end(&mut orders, 7, false);
+        assert!(orders.ended(7).is_none() && orders.place(7, (), None), "ahead it is not tried again");
+        assert!(orders.all.iter().all(|order| order.progress != Progress::Wanted));
+        assert!(orders.place(7, (), Some(3)));
+        end(&mut orders, 7, false);
+        assert!(orders.ended(7).is_some_and(|(_, order)| order.progress == Progress::Failed), "he is to know");
     }
 }

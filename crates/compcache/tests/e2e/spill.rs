@@ -4,6 +4,7 @@
 //! The file lies where the build does: a disk, on most machines. `tests/programs/spills.c` holds memory that does not compress.
 
 use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -184,6 +185,39 @@ fn a_page_that_cannot_be_read_back_is_sigbus_and_never_another() {
             "{way:?}: {}",
             outcome.explain()
         );
+    }
+}
+
+#[test]
+fn pages_that_could_not_be_read_ahead_are_read_when_the_disk_is_well_again() {
+    let _shared = beside_others();
+    for way in ways() {
+        let place = place();
+        let mut running = spills(&["skips", "96"], place.path()).piped_input().start(way, &Cap::Ram(32 * MIB));
+        running.await_output("ready\n");
+        let path = file_of(running.pids_named("spills")[0], place.path()).expect("it has a file");
+        let file = OpenOptions::new().read(true).write(true).open(path).expect("the file can be opened again");
+        let mut whole = vec![0; file.metadata().unwrap().len() as usize];
+        file.read_exact_at(&mut whole, 0).unwrap();
+        file.set_len(0).unwrap();
+        running.write_input(b"again\n");
+        running.await_output("lost ");
+        // What it has written since stays.
+        file.set_len(whole.len() as u64).unwrap();
+        let mut block = [0; 4096];
+        for (at, old) in (0..).step_by(block.len()).zip(whole.chunks_exact(block.len())) {
+            file.read_exact_at(&mut block, at).unwrap();
+            if block == [0; 4096] {
+                file.write_all_at(old, at).unwrap();
+            }
+        }
+        running.write_input(b"again\n");
+        let outcome = running.finish();
+        assert!(outcome.status.success(), "{way:?}: {}", outcome.explain());
+        let text = outcome.text();
+        let lost = text.lines().find_map(|line| line.strip_prefix("lost ")).and_then(|lost| lost.parse::<u32>().ok());
+        assert!(lost.is_some_and(|lost| lost > 6), "{way:?}: {}", outcome.explain());
+        assert!(text.ends_with("later 0\nspills: right\n"), "{way:?}: {}", outcome.explain());
     }
 }
 

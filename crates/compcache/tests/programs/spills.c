@@ -10,9 +10,13 @@
  *   spills frees MB                 gives up what it wrote, and a child that is a new program needs as much
  *   spills exec MB                  work, then the same program again in its place
  *   spills closes MB                work, with every descriptor closed now and then
+ *   spills skips MB                 "ready" when written; at a line it touches 24 pages, in order and backwards, and says how many were SIGBUS; at the
+ *                                   next all others, and says it again
  *   spills waits MB                 "ready" when written; then reads at each line of its input, and says "right" or dies by a signal
  */
 #include "trap.h"
+
+#include <setjmp.h>
 
 static uint64_t *memory;
 static size_t pages;
@@ -201,6 +205,45 @@ static void frees(const char *mib)
 	await_child(child);
 }
 
+static sigjmp_buf out_of_page;
+
+static void on_bus(int signal)
+{
+	(void)signal;
+	siglongjmp(out_of_page, 1);
+}
+
+/* 0, or 1 if the page is lost. */
+static int is_lost(size_t page)
+{
+	if (sigsetjmp(out_of_page, 1)) return 1;
+	check_noise(page);
+	return 0;
+}
+
+static void skips(void)
+{
+	char line[64];
+	size_t ahead = pages / 8, back = pages / 4;
+	int lost = 0, later = 0;
+	struct sigaction action = {.sa_handler = on_bus};
+	if (sigaction(SIGBUS, &action, NULL)) die("sigaction: %s", strerror(errno));
+	write_all(1);
+	check_all();
+	puts("ready");
+	fflush(stdout);
+	if (!fgets(line, sizeof line, stdin)) die("no line");
+	for (size_t nth = 0; nth < 12; nth++)
+		lost += is_lost(ahead + nth) + is_lost(back - nth);
+	printf("lost %d\n", lost);
+	fflush(stdout);
+	if (!fgets(line, sizeof line, stdin)) die("no line");
+	for (size_t page = 0; page < pages; page++)
+		if ((page < ahead || page >= ahead + 12) && (page <= back - 12 || page > back))
+			later += is_lost(page);
+	printf("later %d\n", later);
+}
+
 int main(int count, char **arguments)
 {
 	const char *mode = count > 1 ? arguments[1] : "work";
@@ -232,6 +275,8 @@ int main(int count, char **arguments)
 			if (syscall(SYS_close_range, 3, ~0u, 0)) die("close_range: %s", strerror(errno));
 			work(2, 1);
 		}
+	} else if (!strcmp(mode, "skips")) {
+		skips();
 	} else if (!strcmp(mode, "waits")) {
 		char line[64];
 		write_all(1);
