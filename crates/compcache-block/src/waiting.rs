@@ -24,16 +24,42 @@ impl Takes {
     }
 }
 
-struct Jobs<J> {
+/// The requests, and whose turn it is.
+pub(crate) struct Jobs<J> {
     reads: VecDeque<J>,
     others: VecDeque<J>,
     /// Reads that were taken while others were there, by threads that take all.
     before_others: u32,
-    closed: bool,
+    pub closed: bool,
 }
 
 impl<J> Jobs<J> {
-    fn pop(&mut self, takes: Takes) -> Option<J> {
+    /// With room for `places` requests, which is taken now.
+    pub fn new(places: usize) -> Jobs<J> {
+        let empty = || VecDeque::with_capacity(places);
+        Jobs { reads: empty(), others: empty(), before_others: 0, closed: false }
+    }
+
+    pub fn len(&self) -> usize {
+        self.reads.len() + self.others.len()
+    }
+
+    pub fn push(&mut self, job: J, is_read: bool) {
+        if is_read {
+            self.reads.push_back(job);
+        } else {
+            self.others.push_back(job);
+        }
+    }
+
+    /// Nobody will ask for any more, and those that are there are dropped.
+    pub fn give_up(&mut self) {
+        self.reads.clear();
+        self.others.clear();
+        self.closed = true;
+    }
+
+    pub fn pop(&mut self, takes: Takes) -> Option<J> {
         if takes == Takes::Reads {
             return self.reads.pop_front();
         }
@@ -58,22 +84,16 @@ pub(crate) struct Waiting<J> {
 impl<J> Waiting<J> {
     /// With room for `places` requests, which is taken now.
     pub fn new(places: usize) -> Waiting<J> {
-        let empty = || VecDeque::with_capacity(places);
-        let jobs = Jobs { reads: empty(), others: empty(), before_others: 0, closed: false };
-        Waiting { jobs: Mutex::new(jobs), arrived: Condvar::new(), places }
+        Waiting { jobs: Mutex::new(Jobs::new(places)), arrived: Condvar::new(), places }
     }
 
     /// Takes a request, or gives it back when all places are taken, or the queue is closed.
     pub fn put(&self, job: J, is_read: bool) -> Result<(), J> {
         let mut jobs = self.lock();
-        if jobs.closed || jobs.reads.len() + jobs.others.len() == self.places {
+        if jobs.closed || jobs.len() == self.places {
             return Err(job);
         }
-        if is_read {
-            jobs.reads.push_back(job)
-        } else {
-            jobs.others.push_back(job)
-        }
+        jobs.push(job, is_read);
         drop(jobs);
         // One alone might be the one that is there for reads.
         if is_read {
