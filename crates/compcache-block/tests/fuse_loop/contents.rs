@@ -4,7 +4,7 @@ use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -154,6 +154,37 @@ fn a_device_that_needs_no_flush_is_asked_for_none_and_flushes_succeed() {
     assert_eq!(spied.flushes.load(Ordering::SeqCst), 0);
     drop(file);
     served.remove();
+}
+
+#[test]
+fn what_stays_in_memory_is_written_in_shorter_parts_than_what_is_flushed() {
+    if !can_serve(&[]) {
+        return;
+    }
+    const KIB: u64 = 1 << 10;
+    // The longest writes and reads: longer than the first number, and not longer than the second.
+    let in_memory = (Spied::lasting(disk(4 * MIB)), (0, 32 * KIB), (32 * KIB, 128 * KIB));
+    let flushed = (Spied::new(disk(4 * MIB)), (128 * KIB, 256 * KIB), (128 * KIB, 256 * KIB));
+    for (spied, writes, reads) in [in_memory, flushed] {
+        let spied = Arc::new(spied);
+        let served = Served::new(spied.clone());
+        let (file, mut bytes) = (served.open(), Aligned::new(1 << 20));
+        let (mut back, is_flushed) = (Aligned::new(1 << 20), spied.needs_flush());
+        fill_run(bytes.bytes(), 256, 1);
+        let said = |longest: &AtomicU64, (above, most): (u64, u64), what| {
+            let longest = longest.load(Ordering::SeqCst);
+            assert!(longest > above && longest <= most, "{what} of {longest} bytes, with flushes: {is_flushed}");
+        };
+        file.write_all_at(bytes.bytes(), MIB).unwrap();
+        said(&spied.longest_write_bytes, writes, "writes");
+        // The kernel has looked at the new disk.
+        spied.longest_read_bytes.store(0, Ordering::SeqCst);
+        file.read_exact_at(back.bytes(), MIB).unwrap();
+        said(&spied.longest_read_bytes, reads, "reads");
+        assert!(back.bytes() == bytes.bytes(), "the parts are not the whole, with flushes: {is_flushed}");
+        drop(file);
+        served.remove();
+    }
 }
 
 #[test]

@@ -16,7 +16,7 @@ use compcache_block::Delayed;
 use compcache_block::fuse_loop::{FuseLoop, FuseLoopError, Holder, clean, own_mounts};
 use tempfile::TempDir;
 
-use crate::support::{Aligned, Mounted, assert_nothing_left, can_serve, disk, open_direct, options, run};
+use crate::support::{AT_LAST, Aligned, Mounted, assert_nothing_left, can_serve, disk, open_direct, options, run};
 
 /// Where the server serves from.
 const PARENT: &str = "COMPCACHE_TEST_SERVER";
@@ -26,9 +26,6 @@ const WAITS_FOR_ITSELF: &str = "COMPCACHE_TEST_SERVER_WAITS_FOR_ITSELF";
 
 /// Set when the server is to have a mount namespace of its own.
 const OWN_MOUNTS: &str = "COMPCACHE_TEST_SERVER_OWN_MOUNTS";
-
-/// How long a request may take to fail once its server is dead.
-const AT_LAST: Duration = Duration::from_secs(20);
 
 #[test]
 #[ignore = "the other tests here start it as a process of its own"]

@@ -15,3 +15,4 @@ mod life;
 #[path = "../support/spied.rs"]
 mod spied;
 mod support;
+mod waiting;

@@ -3,6 +3,8 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 pub use crate::blocks::{Mounted, disk, fill_run, open_by_another_name, open_direct, run};
 use compcache_block::BlockDevice;
@@ -10,6 +12,9 @@ use compcache_block::fuse_loop::{FuseLoop, FuseLoopOptions};
 pub use compcache_cache::Aligned;
 use compcache_testkit::features::{Feature, mounts, requires};
 use tempfile::TempDir;
+
+/// How long what must happen soon may take.
+pub const AT_LAST: Duration = Duration::from_secs(20);
 
 /// Whether the machine can serve disks this way, and has `programs`.
 pub fn can_serve(programs: &[&'static str]) -> bool {
@@ -59,6 +64,7 @@ pub fn options(parent: &Path, threads: usize) -> FuseLoopOptions {
         directory: parent.to_owned(),
         threads: threads.try_into().unwrap(),
         waiting_threads: 1.try_into().unwrap(),
+        all_at_once: false,
     }
 }
 
@@ -75,4 +81,13 @@ pub fn assert_nothing_left(parent: &Path, device: &Path) {
 pub fn backing_file(device: &Path) -> Option<String> {
     let path = format!("/sys/block/{}/loop/backing_file", device.file_name()?.to_str()?);
     Some(fs::read_to_string(path).ok()?.trim_end().to_owned())
+}
+
+/// Waits until it is so, which it must be soon.
+pub fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
+    let give_up = Instant::now() + AT_LAST;
+    while !is_so() {
+        assert!(Instant::now() < give_up, "{what}: not so after {AT_LAST:?}");
+        thread::sleep(Duration::from_millis(5));
+    }
 }

@@ -45,12 +45,14 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Another device, with its flushes and its forced writes counted, and the allocations of the threads that serve it on
-/// request.
+/// Another device, with its flushes and its forced writes counted, its longest reads and writes noted, and the allocations of
+/// the threads that serve it counted on request.
 pub struct Spied {
     inner: Arc<dyn BlockDevice>,
     pub flushes: AtomicU64,
     pub forced: AtomicU64,
+    pub longest_read_bytes: AtomicU64,
+    pub longest_write_bytes: AtomicU64,
     needs_flush: bool,
     counts_allocations: bool,
 }
@@ -70,14 +72,22 @@ pub fn assert_counting_works() {
 }
 
 impl Spied {
-    /// With what the threads that serve it allocate counted, from the first request of each on.
+    /// With what the threads that serve it allocate counted, from the first request of each on. Needs a flush if `inner` does.
     pub fn counting(inner: Arc<dyn BlockDevice>) -> Spied {
-        Spied { counts_allocations: true, ..Spied::new(inner) }
+        Spied { counts_allocations: true, needs_flush: inner.needs_flush(), ..Spied::new(inner) }
     }
 
     pub fn new(inner: Arc<dyn BlockDevice>) -> Spied {
         let zero = || AtomicU64::new(0);
-        Spied { inner, flushes: zero(), forced: zero(), needs_flush: true, counts_allocations: false }
+        Spied {
+            inner,
+            flushes: zero(),
+            forced: zero(),
+            longest_read_bytes: zero(),
+            longest_write_bytes: zero(),
+            needs_flush: true,
+            counts_allocations: false,
+        }
     }
 
     /// One that says that it has nothing to flush.
@@ -115,11 +125,13 @@ impl SpiedLane {
 
 impl Lane for SpiedLane {
     fn read(&mut self, offset_bytes: u64, into: &mut [u8], manner: Manner) -> Result<Outcome, DeviceError> {
+        self.device.longest_read_bytes.fetch_max(into.len() as u64, Ordering::SeqCst);
         self.inner().read(offset_bytes, into, manner)
     }
 
     fn write(&mut self, offset_bytes: u64, from: &[u8], manner: Manner) -> Result<Outcome, DeviceError> {
         self.device.forced.fetch_add(manner.fua.into(), Ordering::SeqCst);
+        self.device.longest_write_bytes.fetch_max(from.len() as u64, Ordering::SeqCst);
         self.inner().write(offset_bytes, from, manner)
     }
 
