@@ -52,6 +52,8 @@ pub struct Disk {
     not_told: AtomicU64,
     /// Pages that waited for the reserve for some time, and were taken.
     late_writes: AtomicU64,
+    /// Since when writes have been held up by the medium of another disk, and when one looked last.
+    held_up_ns: [AtomicU64; 2],
 }
 
 impl Disk {
@@ -75,6 +77,7 @@ impl Disk {
             exhausted: AtomicBool::new(false),
             not_told: AtomicU64::new(0),
             late_writes: AtomicU64::new(0),
+            held_up_ns: [const { AtomicU64::new(0) }; 2],
         })
     }
 

@@ -579,21 +579,23 @@ impl Handler {
         for (buffer, page) in buffers[..pages].iter_mut().zip(first..) {
             let read = match (pager.pool.read(worker, PageIndex(page), buffer), &pager.spill) {
                 (Ok(Read::Done), _) => Fetched::Done,
-                (Ok(Read::OnBacking(_)), Some(spill)) => match spill.take(pager, worker, page, buffer) {
-                    Fetched::Not if at_once && page == run.asked => spill.read(pager, worker, PageIndex(page), buffer),
-                    taken => taken,
-                },
+                (Ok(Read::OnBacking(_)), Some(spill)) => {
+                    match spill.take(pager, worker, page, page == run.asked, buffer) {
+                        Fetched::Not if at_once && page == run.asked => {
+                            spill.read(pager, worker, PageIndex(page), buffer)
+                        }
+                        taken => taken,
+                    }
+                }
                 _ => Fetched::Lost,
             };
             if read != Fetched::Done {
-                // What is damaged and nobody asked for is not looked at now: who asks for it finds out.
-                let is_lost = read == Fetched::Lost && page == run.asked;
-                (damaged, gone) = (Some(page).filter(|_| is_lost), !is_lost);
+                (damaged, gone) = (Some(page).filter(|_| read == Fetched::Lost), read == Fetched::Not);
                 break;
             }
         }
         let (copied, error) = match damaged {
-            // It went to the spill file just now: decided afresh.
+            // It went to the spill file just now, or could not be read from there and nobody asked for it: decided afresh.
             None if gone => (0, Some(Errno::EAGAIN)),
             // SAFETY: the buffer is ours and present.
             None => unsafe { channel.uffd.copy(first as usize * PAGE, buffers.as_ptr().cast(), pages * PAGE) },

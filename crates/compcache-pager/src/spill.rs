@@ -571,13 +571,13 @@ impl Spill {
         taken.iter().flatten().any(|taken| taken.page == page)
     }
 
-    /// Whether a page's order has come to an end.
+    /// Whether a page's order has come to an end ([`Orders::ended`]).
     pub fn is_ready(&self, page: u64) -> bool {
         self.orders.lock().ended(page).is_some()
     }
 
-    /// Reads a page from its order, which ends. Only the handler calls this.
-    pub fn take(&self, pager: &Pager, worker: &mut Worker, page: u64, into: &mut Page) -> Fetched {
+    /// Reads a page from its order, which ends. What nobody asks for is not lost: whoever does will have it read again. Only the handler calls this.
+    pub fn take(&self, pager: &Pager, worker: &mut Worker, page: u64, is_asked: bool, into: &mut Page) -> Fetched {
         let found = self.orders.lock().ended(page);
         let Some((place, order)) = found else { return Fetched::Not };
         if let Some(asked_ns) = order.asked_ns {
@@ -597,6 +597,7 @@ impl Spill {
             Fetched::Not
         };
         self.orders.lock().all[place].progress = Progress::Free;
+        let fetched = if fetched == Fetched::Lost && !is_asked { Fetched::Not } else { fetched };
         self.count_read(pager, fetched);
         fetched
     }

@@ -50,7 +50,7 @@ mod segments;
 
 use alloc::boxed::Box;
 use alloc::sync::Arc;
-use core::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
+use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 
 pub use daily::DailyWrites;
 pub use file::FileMedium;
@@ -173,6 +173,8 @@ pub struct Backing {
     counts: Counts,
     plan: Mutex<Plan>,
     above_percent: AtomicU8,
+    /// Pages leave for the limit of a pool.
+    pub(crate) own_leave: AtomicBool,
     /// Held for a whole flight, by one that cleans.
     cleaning: Mutex<Cleaning>,
     flights: [Mutex<Flight>; FLIGHTS],
@@ -216,6 +218,7 @@ impl Backing {
             counts: Counts::default(),
             plan: Mutex::new(Plan::new()),
             above_percent: AtomicU8::new(ABOVE_PERCENT),
+            own_leave: AtomicBool::new(false),
             cleaning: Mutex::new(Cleaning::default()),
             flights: [Mutex::new(Flight::new(0, segment_bytes)?), Mutex::new(Flight::new(1, segment_bytes)?)],
             waiting_since_ns: [const { AtomicU64::new(0) }; FLIGHTS],

@@ -85,9 +85,8 @@ impl Store {
         if !self.is_above(backing, until_percent) {
             return Ok(Reclaimed { finished: true, ..Reclaimed::default() });
         }
-        // A pool above its own mark has its own oldest leave, however old others are; one that is on its way down from there when the store is not.
-        let is_own = self.is_any_above(backing, backing.above_percent().into())
-            || !self.budget.is_above(until_percent) && self.is_any_above(backing, until_percent);
+        // A pool above its own limit has its own oldest leave, however old others are.
+        let is_own = self.is_own(backing, until_percent);
         let wants = |pool: &PoolCore| !is_own || pool.is_above(until_percent);
         let at_leisure = !self.is_above(backing, ACCEPT_PERCENT);
         let wanted = Wanted { wants: &wants, leaving: Leaving::Oldest, at_leisure, oldest_of_all: !is_own };
@@ -172,6 +171,16 @@ impl Store {
 
     fn is_above(&self, backing: &Backing, percent: u64) -> bool {
         self.budget.is_above(percent) || self.is_any_above(backing, percent)
+    }
+
+    /// Whether it is a pool's own limit that pages leave for: from its upper mark on (or where it is refused until it is below) until its lower one, or if it is above
+    /// that and the store is not.
+    fn is_own(&self, backing: &Backing, until_percent: u64) -> bool {
+        let is_below = !self.is_any_above(backing, until_percent);
+        if is_below || self.is_any_above(backing, u64::from(backing.above_percent()).min(ACCEPT_PERCENT)) {
+            backing.own_leave.store(!is_below, Relaxed);
+        }
+        backing.own_leave.load(Relaxed) || !is_below && !self.budget.is_above(until_percent)
     }
 
     fn is_any_above(&self, backing: &Backing, percent: u64) -> bool {

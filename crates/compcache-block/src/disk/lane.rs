@@ -31,8 +31,9 @@ const RECLAIM_WAIT: Duration = Duration::from_millis(1);
 /// others have on its way may leave room yet.
 const IDLE_MAX: u32 = 25;
 const IDLE_WAIT: Duration = Duration::from_millis(10);
-/// The same when it is another disk's medium that hangs: half a minute. A disk that cannot have blocks leave by itself does not hang with it.
-const HELD_UP_MAX: u32 = if cfg!(test) { 20 } else { 3000 };
+/// So long it is waited for another disk's medium that hangs, by all writes of a disk that cannot have blocks leave by itself; who looks so long after the last began anew.
+const HELD_UP_MAX_NS: u64 = if cfg!(test) { 200_000_000 } else { 30_000_000_000 };
+const HELD_UP_GAP_NS: u64 = 1_000_000_000;
 /// As far as a stretch of data is followed in one answer: 256 MiB. The next question goes on from there.
 const DATA_BLOCKS_MAX: u64 = 1 << 16;
 
@@ -80,7 +81,7 @@ impl Disk {
         pages: &[Page],
         manner: Manner,
     ) -> Result<Outcome, DeviceError> {
-        let (mut done, mut waits, mut idle, mut held_up) = (0, 0, 0, 0);
+        let (mut done, mut waits, mut idle) = (0, 0, 0);
         // What the page at `done` has waited.
         let mut page_waits = 0;
         let taken = |page_waits: &mut u32| {
@@ -111,13 +112,15 @@ impl Disk {
                         return Ok(Outcome::MustWait);
                     }
                     done += more;
-                    let (tried, most) = match self.make_room(worker, &error) {
+                    let gives_up = match self.make_room(worker, &error) {
                         Room::Made => continue,
-                        Room::Nowhere => (&mut idle, IDLE_MAX),
-                        Room::HeldUp => (&mut held_up, HELD_UP_MAX),
+                        Room::Nowhere => {
+                            idle += 1;
+                            idle > IDLE_MAX
+                        }
+                        Room::HeldUp => self.held_up_for_ns(now_ns()) > HELD_UP_MAX_NS,
                     };
-                    *tried += 1;
-                    if *tried > most {
+                    if gives_up {
                         self.not_told.fetch_sub(1, Relaxed);
                         return Err(error.into());
                     }
@@ -151,7 +154,7 @@ impl Disk {
 impl Disk {
     /// Whether a write that failed so would succeed once blocks have left memory, and some can, as far as is known.
     fn can_make_room(&self, failed: &StoreError) -> bool {
-        let own = || self.pool.backing().is_some_and(|backing| backing.health() == Health::Good);
+        let own = || self.has_good_backing();
         let store = self.pool.store();
         match failed {
             // Where it is the store that is full, others' blocks do as well.
@@ -161,6 +164,19 @@ impl Disk {
             StoreError::LimitReached { .. } | StoreError::MemoryRefused { .. } => own(),
             _ => false,
         }
+    }
+
+    fn has_good_backing(&self) -> bool {
+        self.pool.backing().is_some_and(|backing| backing.health() == Health::Good)
+    }
+
+    /// How long writes have been held up now, each looking now and then.
+    fn held_up_for_ns(&self, now_ns: u64) -> u64 {
+        let (since, last) = (&self.held_up_ns[0], &self.held_up_ns[1]);
+        if now_ns.saturating_sub(last.swap(now_ns, Relaxed)) > HELD_UP_GAP_NS {
+            since.store(now_ns, Relaxed);
+        }
+        now_ns.saturating_sub(since.load(Relaxed))
     }
 
     /// Has some blocks leave memory, this disk's or others', or waits for another thread that does.
@@ -180,8 +196,8 @@ impl Disk {
         };
         match done {
             Ok(done) if done.is_busy => thread::sleep(RECLAIM_WAIT),
-            // Its own is one to wait for.
-            Ok(done) if done.is_held_up && self.pool.backing().is_some() => thread::sleep(IDLE_WAIT),
+            // Its own is one to wait for, as long as it is well.
+            Ok(done) if done.is_held_up && self.has_good_backing() => thread::sleep(IDLE_WAIT),
             Ok(done) if done.is_held_up => return Room::HeldUp,
             // A flight that only cleaned has made room for the next.
             Ok(done) if done.pages == 0 && done.freed_bytes == 0 && done.finished => return Room::Nowhere,

@@ -1,7 +1,7 @@
 use std::sync::atomic::AtomicBool;
 use std::sync::{Barrier, Mutex, PoisonError, mpsc};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use compcache_store::{Backing, BackingConfig, FileMedium, Medium, MediumError, PoolConfig, Store, StoreConfig};
 
@@ -427,9 +427,15 @@ fn a_disk_without_a_backing_does_not_hang_with_anothers_medium() {
         let writing = scope.spawn(|| other.clone().lane().unwrap().write(0, &data, WAITING));
         // He goes to the medium himself, and is known to wait there from a tenth of a second on.
         thread::sleep(Duration::from_millis(500));
-        let refused = own.clone().lane().unwrap().write(0, &data, WAITING);
+        let mut lane = own.clone().lane().unwrap();
+        let refused = lane.write(0, &data, WAITING);
+        // Those behind it do not each wait as long.
+        let begun = Instant::now();
+        let behind: Vec<_> = (0..20).map(|at| lane.write((20 << 20) + at * 4096, &data[..4096], WAITING)).collect();
+        let took = begun.elapsed();
         drop(hang);
         assert_eq!(refused.unwrap_err().errno(), 28);
+        assert!(behind.iter().all(Result::is_err) && took < Duration::from_secs(2), "{took:?} {behind:?}");
         assert_eq!(writing.join().unwrap(), DONE, "it waits for its own");
     });
     let little = &data[..2 << 20];

@@ -1,7 +1,7 @@
 //! Requests that need a slow medium, and the threads that wait for it.
 //!
-//! A request comes here after the device said `MustWait`, so that the thread it came to is free for the next one. Places
-//! and buffers are taken in advance: [`PLACES`] requests, [`WRITE_BYTES`] of them writes, whose bytes must be copied because
+//! A request comes here after the device said `MustWait`, so that the thread it came to is free for the next one. Places are taken in
+//! advance, for [`PLACES`] requests, and buffers for [`WRITE_BYTES`] of writes, whose bytes must be copied because
 //! fuser receives the next request in the same buffer. When they are all taken, whoever brings one more waits for the
 //! medium itself; so many slow requests at once do hold up quick ones.
 

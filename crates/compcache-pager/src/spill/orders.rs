@@ -43,9 +43,9 @@ impl<R> Order<R> {
         matches!(self.progress, Progress::Ready | Progress::Failed)
     }
 
-    /// It could not be read, and nobody waited for it then.
+    /// It could not be read, and nobody waited for it when it was ordered.
     fn has_failed_ahead(&self) -> bool {
-        self.progress == Progress::Failed && self.awaited_ns.is_none()
+        self.progress == Progress::Failed && self.asked_ns.is_none()
     }
 }
 
@@ -60,8 +60,8 @@ impl<R: Copy> Orders<R> {
         Orders { all: [Order::NONE; ORDERS], number: 0 }
     }
 
-    /// Orders a page, if it is not ordered already; `asked_ns` is the time if somebody waits for it, who has it read again if that failed when nobody
-    /// did: the disk may have failed for a moment. False if there is no buffer for it: one that nobody waits for, or
+    /// Orders a page, if it is not ordered already; `asked_ns` is the time if somebody waits for it, who has it read again if it was ordered ahead and that
+    /// failed: the disk may have failed for a moment. False if there is no buffer for it: one that nobody waits for, or
     /// that nobody has come for, is taken only for a page that somebody waits for.
     pub fn place(&mut self, page: u64, record: R, asked_ns: Option<u64>) -> bool {
         let is_there = |order: &&mut Order<R>| order.progress != Progress::Free && order.page == page;
@@ -83,9 +83,11 @@ impl<R: Copy> Orders<R> {
         true
     }
 
-    /// A free place, or for who waits since `asked_ns` one whose page was read in vain: ahead first, and then for who has not come for it.
+    /// A free place, or one whose page could not be read ahead, or for who waits since `asked_ns` one whose page was read in vain: ahead first, and then for who has not come for it.
     fn room(&self, asked_ns: Option<u64>) -> Option<usize> {
-        if let Some(free) = self.all.iter().position(|order| order.progress == Progress::Free) {
+        let all = || self.all.iter();
+        let free = all().position(|order| order.progress == Progress::Free);
+        if let Some(free) = free.or_else(|| all().position(Order::has_failed_ahead)) {
             return Some(free);
         }
         let now_ns = asked_ns?;
@@ -102,7 +104,7 @@ impl<R: Copy> Orders<R> {
         order.awaited_ns = order.awaited_ns.map(|_| now_ns);
     }
 
-    /// The order of a page that has come to an end, and its place. What nobody waited for has not if it could not be read.
+    /// The order of a page that has come to an end, and its place. What was ordered ahead and could not be read has not.
     pub fn ended(&self, page: u64) -> Option<(usize, Order<R>)> {
         let has_ended = |order: &Order<R>| order.page == page && order.is_over() && !order.has_failed_ahead();
         let place = self.all.iter().position(has_ended)?;
@@ -124,7 +126,7 @@ mod tests {
         assert!(!orders.place(100, (), None) && !orders.place(100, (), Some(ms(2))), "nothing has been read");
         // Somebody comes to wait for one that was ordered ahead. Reading takes long.
         assert!(orders.place(1, (), Some(ms(2))));
-        (0..ORDERS).for_each(|place| orders.end(place, place != 2, ms(50)));
+        (0..ORDERS).for_each(|place| orders.end(place, place != 4, ms(50)));
         assert!(!orders.place(100, (), None), "nobody waits for it");
         let placed = (100..).take_while(|page| orders.place(*page, (), Some(ms(55)))).count();
         let stayed: Vec<u64> = (0..ORDERS as u64).filter(|page| orders.ended(*page).is_some()).collect();
@@ -133,6 +135,7 @@ mod tests {
         assert!(orders.place(200, (), Some(ms(61))));
         assert!(orders.ended(0).is_none() && orders.ended(4).is_some());
     }
+
     #[test]
     fn what_could_not_be_read_ahead_is_read_again_for_who_waits() {
         let mut orders = Orders::new();
@@ -147,5 +150,16 @@ mod tests {
         assert!(orders.place(7, (), Some(3)));
         end(&mut orders, 7, false);
         assert!(orders.ended(7).is_some_and(|(_, order)| order.progress == Progress::Failed), "he is to know");
+        // Somebody came to wait while it was being read: that was before him.
+        assert!(orders.place(8, (), None) && orders.place(8, (), Some(4)));
+        end(&mut orders, 8, false);
+        assert!(orders.ended(8).is_none() && orders.place(8, (), Some(5)));
+        end(&mut orders, 8, true);
+        assert!(orders.ended(8).is_some());
+        // What could not be read ahead is in nobody's way.
+        let mut orders = Orders::new();
+        (0..ORDERS as u64).for_each(|page| assert!(orders.place(page, (), None)));
+        (0..ORDERS).for_each(|place| orders.end(place, place > 0, 2));
+        assert!(orders.place(100, (), None) && !orders.place(101, (), None));
     }
 }
