@@ -154,10 +154,25 @@ pub fn await_unmounted(device: impl AsRef<Path>) {
 pub struct Stopped(Pid);
 
 impl Stopped {
+    /// Returns when none of its threads runs any more: until one has taken the signal, others may go on with what they are asked for.
+    #[track_caller]
     pub fn of(child: &Child) -> Stopped {
         let pid = Pid::from_child(child);
         kill_process(pid, Signal::STOP).expect("it is our child");
-        Stopped(pid)
+        let stopped = Stopped(pid);
+        let stat = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        // Behind the name, which may have any character.
+        let stands = |stat: String| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'));
+        let all_stand = || {
+            let tasks = fs::read_dir(format!("/proc/{}/task", child.id())).expect("it has not been waited for");
+            tasks.flatten().map(stat).all(stands)
+        };
+        let until = Instant::now() + PATIENCE;
+        while !all_stand() {
+            assert!(Instant::now() < until, "it does not stop");
+            thread::sleep(Duration::from_millis(2));
+        }
+        stopped
     }
 }
 
