@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 use compcache_testkit::features::{Feature, requires};
 
 use crate::real_programs::sources;
-use crate::support::{Mounted, Server, await_unmounted, backing_file, beside_others, scratch};
+use crate::support::{Guard, Mounted, Program, Server, await_unmounted, backing_file, beside_others, scratch};
+use crate::swap_here::the_list_of_swap;
 
 /// Whether the machine can serve block devices and has these programs.
 fn can_serve(programs: &[&'static str]) -> bool {
@@ -221,6 +222,52 @@ fn stress_ng_finds_nothing_wrong_with_files_on_the_disk() {
     assert!(written > 2000, "{written} pages were written: they did nothing to speak of");
     disk.unmount();
     run("xfs_repair", &["-n", &disk.device]);
+    disk.remove();
+}
+
+/// Swap on files below a directory is off at the end, whatever happens: nothing else that is there could be undone.
+struct NoSwapBelow(PathBuf, #[allow(dead_code, reason = "it is there to be dropped")] Guard);
+
+impl NoSwapBelow {
+    const OFF: &str = r#"while read -r of rest; do case $of in "$1"/*) swapoff "$of" ;; esac; done </proc/swaps"#;
+
+    fn at(dir: &Path) -> NoSwapBelow {
+        // Who has it on is ended first, by another such shell.
+        NoSwapBelow(dir.to_owned(), Guard::new(&format!("sleep 1; {}", Self::OFF), &[dir.as_os_str()]))
+    }
+}
+
+impl Drop for NoSwapBelow {
+    fn drop(&mut self) {
+        let _ = Command::new("sh").args(["-c", Self::OFF, "sh"]).arg(&self.0).status();
+    }
+}
+
+/// It has the machine swap to files on the disk that are on for a moment each, and swaps its own pages out to them.
+#[test]
+fn stress_ng_swaps_to_files_on_the_disk() {
+    if !can_serve(&["stress-ng", "mkfs.ext4", "fsck.ext4", "swapoff"]) {
+        return;
+    }
+    let _list = the_list_of_swap();
+    let disk = Disk::with_file_system("ext4", "256M");
+    let before = disk.server.stat("d", "num_writes");
+    let below = NoSwapBelow::at(disk.at());
+    let report = disk.server.directory.path().join("report");
+    let stress = Program::new("stress-ng").args("--verify --metrics --swap 2 --timeout 8s".split_whitespace());
+    let stress = stress.args(["--temp-path".as_ref(), disk.at(), "--yaml".as_ref(), &report]).patience(120);
+    let outcome = stress.dir(disk.server.directory.path()).bare();
+    drop(below);
+    assert!(outcome.status.success(), "{}", outcome.explain());
+    // It also succeeds when it skips what it cannot do.
+    let report = fs::read_to_string(report).unwrap_or_default();
+    let rounds = report.lines().find_map(|line| line.trim().strip_prefix("bogo-ops:")?.trim().parse::<u64>().ok());
+    let written = disk.server.stat("d", "num_writes") - before;
+    eprintln!("{rounds:?} times swap was on, {written} pages were written");
+    let explained = outcome.explain();
+    assert!(rounds >= Some(50) && written > 5_000, "{rounds:?}, {written}: it did nothing to speak of\n{explained}");
+    disk.unmount();
+    run("fsck.ext4", &["-fn", &disk.device]);
     disk.remove();
 }
 

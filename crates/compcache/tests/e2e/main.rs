@@ -4,7 +4,7 @@
 //! |--------------------|------------------------------------------------------------------------------------------|
 //! | `traps.rs`         | what is known to go wrong in a pager does not (`tests/programs/*.c`, each checks itself) |
 //! | `memory_tester.rs` | memory is an array of bytes, through random operations, forks and threads                |
-//! | `swap_here.rs`     | a disk is swap, from a server that is safe to swap to                                    |
+//! | `swap_here.rs`     | a disk is swap, from a server that is safe to swap to; a mix in a cgroup at thrice its memory |
 //! | `swap.rs`          | whole machines of 512 MiB swap to it and live, emulated; over the network, too           |
 //! | `old_kernel.rs`    | it holds on a kernel without UFFDIO_MOVE, in an emulated machine                         |
 //! | `real_programs.rs` | programs of many runtimes print the same with a quarter of their memory                  |
@@ -40,7 +40,7 @@
 //! | `COMPCACHE_PRELOAD`| another preload object than the one built on demand                 |
 //! | `COMPCACHE_WAYS`   | `move` or `remap`: only this one                                    |
 //! | `COMPCACHE_SEED`   | the seed of the memory tester                                       |
-//! | `COMPCACHE_LONG`   | seconds that the memory tester runs (4)                             |
+//! | `COMPCACHE_LONG`   | seconds that the memory tester runs (4), and the mix of `swap_here` (10) |
 //! | `COMPCACHE_OLD_KERNEL` | a kernel before 6.8, to be emulated (`.ci/kernel old DIR` fetches one) |
 //! | `COMPCACHE_STOCK_KERNEL` | one with ublk, NBD and zram (`.ci/kernel stock DIR`) |
 

@@ -5,10 +5,10 @@
 
 use compcache_testkit::seed::Seed;
 
-use crate::support::{Cap, Program, beside_others, memory_tester, ways};
+use crate::support::{Cap, Program, beside_others, memory_tester, seconds_or, ways};
 
 fn seconds() -> u64 {
-    std::env::var("COMPCACHE_LONG").ok().and_then(|text| text.parse().ok()).unwrap_or(4)
+    seconds_or(4)
 }
 
 fn tester(seed: u64, threads: usize, mb: usize) -> Program {

@@ -26,6 +26,11 @@ pub fn scratch() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory under the build directory")
 }
 
+/// How long what checks memory goes on: `COMPCACHE_LONG`, or so long.
+pub fn seconds_or(short: u64) -> u64 {
+    std::env::var("COMPCACHE_LONG").ok().and_then(|text| text.parse().ok()).unwrap_or(short)
+}
+
 /// Copies a program, by another process: a test that forks meanwhile would have the copy open for writing, and then it cannot be run.
 pub fn copy_program(from: &Path, to: &Path) {
     let copied = Command::new("cp").args([from, to]).status();

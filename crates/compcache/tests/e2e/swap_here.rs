@@ -1,6 +1,8 @@
 //! Swap on this machine's own kernel: on and off, what makes the server safe, and programs in a memory cgroup that check
 //! every byte. What must not be tried on a machine that others use is in `swap.rs`.
 
+mod mix;
+
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -28,9 +30,13 @@ const ON: [&str; 8] = ["swap", "on", "--size", "512M", "--priority", "32767", "-
 /// The machine has one list of swap, and one setting of its watermarks.
 static SWAP: Mutex<()> = Mutex::new(());
 
-/// No other test here changes them meanwhile.
+/// No other test changes them while this is held.
+pub fn the_list_of_swap() -> MutexGuard<'static, ()> {
+    SWAP.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
 fn the_machines_swap() -> (MutexGuard<'static, ()>, RwLockReadGuard<'static, ()>) {
-    (SWAP.lock().unwrap_or_else(|poisoned| poisoned.into_inner()), beside_others())
+    (the_list_of_swap(), beside_others())
 }
 
 /// Swap of a server of the test's own, off at the end whatever happens.
@@ -64,6 +70,15 @@ impl Swap {
         let swaps = fs::read_to_string("/proc/swaps").expect("a table");
         let line = swaps.lines().find(|line| line.split_whitespace().next() == Some(&self.device))?;
         line.split_whitespace().nth(3)?.parse::<u64>().ok().map(|kib| kib << 10)
+    }
+
+    /// It is taken off; nothing that it was asked for has failed.
+    #[track_caller]
+    fn off_without_a_failure(&self) {
+        for stat in ["failed_reads", "failed_writes", "invalid_io"] {
+            assert_eq!(self.server.stat("s", stat), 0, "{stat}");
+        }
+        self.server.ok(&["swap", "off", "s"]);
     }
 
     fn status(&self, key: &str) -> String {
@@ -227,10 +242,7 @@ fn a_program_in_a_memory_cgroup_finds_every_byte_that_was_swapped_out() {
     for (stat, least) in [("num_writes", 2_000), ("num_reads", 2_000), ("notify_free", 1)] {
         assert!(swap.server.stat("s", stat) >= least, "{stat}: {}", swap.server.stat("s", stat));
     }
-    for stat in ["failed_reads", "failed_writes", "invalid_io"] {
-        assert_eq!(swap.server.stat("s", stat), 0, "{stat}");
-    }
-    swap.server.ok(&["swap", "off"]);
+    swap.off_without_a_failure();
 }
 
 #[test]

@@ -1,9 +1,11 @@
 //! Memory control groups, of either version.
 
+use std::ffi::OsString;
 use std::fs;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -36,23 +38,29 @@ impl Cgroup {
         &self.0
     }
 
-    /// What the program did, inside. Meanwhile the group's statistics are read: the kernel decides by them whether there is
-    /// anything to swap out, and by itself brings them up to date so seldom that it ends programs in small groups although swap is empty.
+    /// What sh(1) is told to run a program inside, which is to follow, and what that is told.
+    pub fn inside(&self) -> [OsString; 3] {
+        let script = r#"echo $$ >"$0" && exec "$@""#;
+        ["-c".into(), script.into(), self.0.join("cgroup.procs").into()]
+    }
+
+    /// What the program did, inside.
     pub fn output(&self, program: &Path, arguments: &[&str]) -> Output {
         let mut command = Command::new("sh");
-        let procs = self.0.join("cgroup.procs");
-        command.arg("-c").arg(r#"echo $$ >"$0" && exec "$@""#).arg(procs).arg(program).args(arguments);
-        let is_over = AtomicBool::new(false);
+        command.args(self.inside()).arg(program).args(arguments);
+        self.meanwhile(|| command.output()).expect("it starts")
+    }
+
+    /// Does this with programs inside. Meanwhile the group's statistics are read: the kernel decides by them whether there is
+    /// anything to swap out, and by itself brings them up to date so seldom that it ends programs in small groups although swap is empty.
+    pub fn meanwhile<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         thread::scope(|scope| {
-            scope.spawn(|| {
-                while !is_over.load(Relaxed) {
-                    let _ = fs::read_to_string(self.0.join("memory.stat"));
-                    thread::sleep(Duration::from_millis(2));
-                }
-            });
-            let output = command.output();
-            is_over.store(true, Relaxed);
-            output.expect("it starts")
+            let working = scope.spawn(work);
+            while !working.is_finished() {
+                let _ = fs::read_to_string(self.0.join("memory.stat"));
+                thread::sleep(Duration::from_millis(2));
+            }
+            working.join().unwrap_or_else(|panic| resume_unwind(panic))
         })
     }
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{Guard, build, compcache, diagnose};
+use super::{Cgroup, Guard, build, compcache, diagnose};
 
 /// Ends the processes of a run: those of the group `$1`, and those that carry its mark, `$2`. See [`diagnose`].
 const END: &str = r#"
@@ -152,6 +152,15 @@ impl Program {
     pub fn flags(mut self, flags: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Self {
         self.flags.extend(flags.into_iter().map(|flag| flag.as_ref().to_owned()));
         self
+    }
+
+    /// The same program in a memory cgroup.
+    pub fn inside(&self, cgroup: &Cgroup) -> Self {
+        let mut inside = self.clone();
+        inside.path = "sh".into();
+        inside.arguments = cgroup.inside().into();
+        inside.arguments.push(self.path.clone());
+        inside.args(&self.arguments)
     }
 
     pub fn dir(mut self, dir: &Path) -> Self {

@@ -2,7 +2,7 @@
 
 use compcache_testkit::features::requires;
 
-use super::machine::{NEEDED, assert_ended, assert_lost_a_page, at_length};
+use super::machine::{NEEDED, assert_ended, assert_lost_a_page, at_length, count};
 use super::{FAILED, machine, run};
 
 /// Five times the memory at length, else as much as it is, most of which does not compress.
@@ -104,12 +104,6 @@ kill $server; wait $server; status end $?
     let (before, after) = printed.split_once("after").expect("printed");
     assert_eq!(count(before, "bd_writes"), Some(0), "{printed}");
     assert!(count(after, "bd_writes").is_some_and(|pages| pages > 1000), "{printed}");
-}
-
-/// Of `compcache show`.
-fn count(printed: &str, name: &str) -> Option<u64> {
-    let line = printed.lines().find_map(|line| line.trim().strip_prefix(name))?;
-    line.split_whitespace().next()?.parse().ok()
 }
 
 #[test]

@@ -133,6 +133,12 @@ pub fn assert_lost_a_page(printed: &str, name: &str) {
     assert!(is_lost, "{printed}\nnone of {ends:?}, but {:?}", ended(printed));
 }
 
+/// Of `compcache show`.
+pub fn count(printed: &str, name: &str) -> Option<u64> {
+    let line = printed.lines().find_map(|line| line.trim().strip_prefix(name))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
 /// What ended, and how.
 fn ended(printed: &str) -> Vec<&str> {
     printed.lines().map(str::trim).filter(|line| line.starts_with("status of ")).collect()
