@@ -101,7 +101,7 @@ struct Largest {
 }
 
 impl Largest {
-    /// What stays in memory takes a processor's time: 64 KiB under LZ4 as long as to wake five threads, so two share them. A
+    /// What stays in memory takes a processor's time, 64 KiB under LZ4 far longer than to wake a thread, so two share them. A
     /// medium below takes few long writes sooner than many short ones.
     fn of(device: &dyn BlockDevice) -> Largest {
         match device.needs_flush() {
