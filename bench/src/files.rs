@@ -55,7 +55,7 @@ const WANTED: [(&str, f64); 2] = [("unpack", 1.1), ("status", 1.1)];
 const FILES_IN_A_DIRECTORY: usize = 16;
 
 /// Memory of a side, its page cache in it; more than all of it takes, also of what the kernel keeps below on the server's behalf.
-const MEMORY: Memory = Memory { all_bytes: 1 << 30, pool_bytes: 256 << 20 };
+const MEMORY: Memory = Memory { all_bytes: 1 << 30, pool_bytes: 256 << 20, spare_bytes: 0 };
 
 /// Runs the scenario.
 ///

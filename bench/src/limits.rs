@@ -67,6 +67,8 @@ struct Plan {
     /// Plain is the first.
     keepers: Vec<Keeper>,
     rounds: usize,
+    /// As [`Memory`] has it.
+    spare_bytes: u64,
 }
 
 impl Plan {
@@ -84,6 +86,7 @@ impl Plan {
             },
             keepers: [Keeper::Plain].into_iter().chain(options.sides.iter().copied()).collect(),
             rounds: rounds.unwrap_or(if quick { 1 } else { 2 }),
+            spare_bytes: Memory::spare_bytes(quick),
         };
         if plan.record_bytes == 0
             || !plan.record_bytes.is_multiple_of(PAGE_BYTES as u64)
@@ -104,7 +107,7 @@ impl Plan {
 
     /// What all sides have where the pool has so much of the file.
     fn memory(&self, percent: u64) -> Memory {
-        Memory::beside(self.file_bytes / CLIENT_PARTS, self.file_bytes * percent / 100)
+        Memory::beside(self.file_bytes / CLIENT_PARTS, self.file_bytes * percent / 100, self.spare_bytes)
     }
 }
 

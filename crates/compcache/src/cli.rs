@@ -59,6 +59,9 @@ pub enum Command {
         /// The shell they are for
         shell: clap_complete::Shell,
     },
+    /// Wait for the end of the server that is at the other end of the standard input, and take swap off its devices
+    #[command(hide = true)]
+    SwapGuard,
     /// Write the manual pages into a directory
     #[command(hide = true)]
     Man {

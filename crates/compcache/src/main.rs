@@ -47,6 +47,7 @@ fn main() -> ExitCode {
         Command::Recompress(args) => disk::recompress(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Completions { shell } => pages::completions(shell),
+        Command::SwapGuard => serve::guard(),
         Command::Man { dir } => pages::man(&dir),
     }
 }

@@ -16,6 +16,8 @@
 //! | upkeep     | one for each disk that has an origin: what was written is stored, and compaction ([`origin`]) |
 //! | transports | theirs                                                   |
 //!
+//! While a disk is for swap, another process waits for the end of this one ([`guard`]).
+//!
 //! Locks: the disks' names are under one lock ([`disks`]), held while a disk is made or changed, never while one
 //! serves a request, nor while one is ended, which waits for requests.
 
@@ -24,6 +26,7 @@ mod below;
 mod boost;
 mod cold;
 mod disks;
+mod guard;
 mod origin;
 mod overload;
 mod pressure;
@@ -60,6 +63,8 @@ use crate::serve::cold::Cold;
 use crate::serve::disks::Disks;
 use crate::serve::safe::Safety;
 use crate::size::{Shown, Size};
+
+pub use guard::guard;
 
 /// Between two looks at whether there is something to compact.
 const BETWEEN_COMPACTIONS: Duration = Duration::from_millis(500);

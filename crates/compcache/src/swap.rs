@@ -186,7 +186,7 @@ fn all_swaps(table: &str) -> impl Iterator<Item = (&str, u64, u64, i32)> {
 }
 
 /// What is swapped out to a device; `None` if it is no swap.
-fn used_bytes(table: &str, device: &str) -> Option<u64> {
+pub fn used_bytes(table: &str, device: &str) -> Option<u64> {
     all_swaps(table).find(|(path, ..)| *path == device).map(|(_, _, used, _)| used)
 }
 
@@ -226,9 +226,11 @@ impl<'a> Others<'a> {
     }
 }
 
-/// A device that has no name any more.
+/// What the kernel adds to the name of a device that has none any more.
+pub const GONE: &str = "\\040(deleted)";
+
 fn is_gone(path: &str) -> bool {
-    path.ends_with("\\040(deleted)")
+    path.ends_with(GONE)
 }
 
 /// Whether a device is one that servers of compcache make, as far as can be told from outside: any of ublk's, and loop devices over a file of theirs.

@@ -122,6 +122,11 @@ impl Named {
         self.by_name.values().map(|disk| disk.wire.at()).chain(leaving).collect()
     }
 
+    /// Where those are that the machine may swap to. Not those that are being ended: nobody uses them.
+    fn swap_devices(&self) -> Vec<String> {
+        self.by_name.values().filter(|disk| disk.for_swap).map(|disk| disk.wire.at()).collect()
+    }
+
     /// Takes a disk out that is to be ended. Its name stays taken until [`Named::left`].
     fn leave(&mut self, name: &str) -> anyhow::Result<Attached> {
         let attached = self.by_name.remove(name).ok_or_else(|| self.not_there(name))?;
@@ -276,6 +281,7 @@ impl Disks {
         let attached = Attached { shows, codec, recompress, wire, for_swap: wanted.for_swap, presence, backing };
         let state = attached.state(&name);
         disks.by_name.insert(name, attached);
+        self.safety.guard(&disks.swap_devices());
         Ok(state)
     }
 
@@ -473,6 +479,7 @@ impl Disks {
     }
 
     fn rest_without_swap(&self, disks: &Named) {
+        self.safety.guard(&disks.swap_devices());
         // One that is being removed may yet stay, and then this is done.
         if disks.leaving.is_empty() && !disks.by_name.values().any(|attached| attached.for_swap) {
             self.safety.rest(&self.store);

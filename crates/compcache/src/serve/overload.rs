@@ -18,7 +18,7 @@
 //!
 //! Evidence: `swap::a_hog_..` in crates/compcache/tests/e2e.
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
@@ -74,27 +74,17 @@ pub fn start_watching(
     disks: SwapDisks,
     waits_for_memory: impl Fn() -> Duration + Send + 'static,
 ) -> anyhow::Result<()> {
-    const TRIGGER: &str = "/proc/sysrq-trigger";
-    let trigger = OpenOptions::new().write(true).open(TRIGGER).with_context(|| format!("cannot open {TRIGGER}"))?;
-    let pressure = Pressure::open()?;
+    let mut overload = Overload::open()?;
     let watch = move || {
-        let mut watch = Watch::default();
         loop {
             thread::sleep(WINDOW);
             // Without swap of ours it is not our business.
             if !disks.is_any() {
-                watch = Watch::default();
+                overload.watch = Watch::default();
                 continue;
             }
             let (taken, refused) = disks.taken_and_refused();
-            let signs = Signs {
-                taken,
-                refused,
-                is_starved: waits_for_memory() >= WINDOW,
-                is_short: pressure.memory().is_some_and(|memory| memory.is_below(AVAILABLE_SHARE)),
-                stalled: pressure.stalled().map(|stalled| stalled.full),
-            };
-            if watch.is_overload(&signs) && trigger.write_all_at(b"f", 0).is_ok() {
+            if overload.asks(taken, refused, waits_for_memory() >= WINDOW) {
                 say(
                     "compcache: the machine has more in use than fits, even compressed: asked the kernel's OOM killer to choose\n",
                 );
@@ -103,6 +93,47 @@ pub fn start_watching(
     };
     let thread = thread::Builder::new().name("overload".into()).spawn(watch);
     thread.map(drop).context("cannot start the thread that looks for overload")
+}
+
+/// Looks at the machine, and asks for its OOM killer.
+pub struct Overload {
+    trigger: File,
+    pressure: Pressure,
+    watch: Watch,
+}
+
+impl Overload {
+    /// Opens what is looked at.
+    ///
+    /// # Errors
+    /// The kernel cannot be asked (no `/proc/sysrq-trigger`, as in containers).
+    pub fn open() -> anyhow::Result<Overload> {
+        const TRIGGER: &str = "/proc/sysrq-trigger";
+        let trigger = OpenOptions::new().write(true).open(TRIGGER).with_context(|| format!("cannot open {TRIGGER}"))?;
+        Ok(Overload { trigger, pressure: Pressure::open()?, watch: Watch::default() })
+    }
+
+    /// At the end of each [`WINDOW`], with what disks for swap have taken and refused so far: asks if it is overload. Whether it was asked.
+    fn asks(&mut self, taken: u64, refused: u64, is_starved: bool) -> bool {
+        let signs = Signs {
+            taken,
+            refused,
+            is_starved,
+            is_short: self.pressure.memory().is_some_and(|memory| memory.is_below(AVAILABLE_SHARE)),
+            stalled: self.pressure.stalled().map(|stalled| stalled.full),
+        };
+        self.watch.is_overload(&signs) && self.trigger.write_all_at(b"f", 0).is_ok()
+    }
+
+    /// Looks for as long as there is a disk for swap that refuses all and cannot be taken off.
+    pub fn watch_while(&mut self, there_is: impl Fn() -> bool) {
+        let mut refused = 0;
+        while there_is() {
+            thread::sleep(WINDOW);
+            refused += 1;
+            self.asks(0, refused, false);
+        }
+    }
 }
 
 /// What is seen at the end of a window.

@@ -16,6 +16,7 @@
 //! | swap is full while memory is not                     | the store may take more of it                       | the first swap disk without a backing |
 //! | a backing is written when there is no memory         | what it writes from is there; a bare device, asked in pieces for which the kernel needs none | each swap disk with one |
 //! | more is in use than fits, and the kernel goes on trying | its OOM killer is asked for ([`super::overload`])  | the first swap disk |
+//! | the server is killed, and the kernel goes on writing  | another process takes swap off ([`super::guard`])   | the first swap disk |
 //!
 //! Threads inherit the first two, so they are done before there are any. All of it needs root; without, disks are served
 //! and swap is refused. Root in a container often lacks CAP_SYS_RESOURCE, which the first and the fourth take: then swap is
@@ -43,6 +44,7 @@ use crate::cgroup;
 use crate::kernel::{clock_ns, ram_bytes};
 use crate::run::say;
 use crate::serve::boost::NoBoost;
+use crate::serve::guard::Guard;
 use crate::serve::overload::{self, SwapDisks};
 use crate::size::Shown;
 
@@ -94,6 +96,7 @@ struct State {
     is_watching: bool,
     is_overload_watched: bool,
     boost: Option<NoBoost>,
+    guard: Option<Guard>,
     /// There is a disk to swap to.
     serving: bool,
 }
@@ -147,6 +150,9 @@ impl Safety {
         self.start(&mut state, store, here, spared.is_ok())?;
         if !state.serving {
             state.boost = NoBoost::take();
+        }
+        if state.guard.is_none() {
+            state.guard = Some(Guard::start()?);
         }
         if let Some(ballast) = &state.ballast {
             ballast.is_wanted.store(true, Relaxed);
@@ -206,9 +212,26 @@ impl Safety {
         let mut state = self.lock();
         state.serving = false;
         state.boost = None;
+        state.guard = None;
         store.set_reserve_bytes(0);
         if let Some(ballast) = &state.ballast {
             ballast.is_wanted.store(false, Relaxed);
+        }
+    }
+
+    /// Says which devices are for swap: from these it is taken off when this server is killed.
+    pub fn guard(&self, devices: &[String]) {
+        let mut state = self.lock();
+        let Some(guard) = &mut state.guard else { return };
+        if guard.tell(devices).is_ok() {
+            return;
+        }
+        // Somebody has ended it.
+        let told = Guard::start().and_then(|guard| Ok(state.guard.insert(guard).tell(devices)?));
+        if let Err(error) = told {
+            say(&format!(
+                "compcache: swap will stay on if this server is killed, and can stop the machine: {error:#}\n"
+            ));
         }
     }
 

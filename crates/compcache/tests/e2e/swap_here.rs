@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use compcache_testkit::features::{Feature, requires};
 use serde_json::Value;
 
-use crate::support::{Cgroup, Guard, Server, beside_others, memory_tester};
+use crate::support::{Cgroup, Guard, PATIENCE, Server, beside_others, memory_tester};
 
 const NEEDED: [Feature; 6] = [
     Feature::Root,
@@ -82,9 +82,37 @@ impl Swap {
     }
 
     fn status(&self, key: &str) -> String {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.server.child.id())).expect("its status");
-        let line = status.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_default();
-        line.trim_start_matches(':').trim().to_owned()
+        status(self.server.child.id(), key).expect("its status")
+    }
+
+    /// The process that takes swap off when the server is killed: the only one there is.
+    #[track_caller]
+    fn guard(&self) -> u32 {
+        let all = fs::read_dir("/proc").expect("processes").flatten();
+        let all = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let server = self.server.child.id().to_string();
+        let is_its = |process: &u32| status(*process, "PPid").is_some_and(|parent| parent == server);
+        let children: Vec<_> = all.filter(is_its).collect();
+        let [guard] = children[..] else { panic!("the server has {children:?}") };
+        assert_eq!(status(guard, "Name").as_deref(), Some("swap-guard"));
+        guard
+    }
+}
+
+/// Of a line of a process's status; `None` if it has ended.
+fn status(process: u32, key: &str) -> Option<String> {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+    Some(line.unwrap_or_default().trim().to_owned())
+}
+
+/// Waits until this holds.
+#[track_caller]
+fn until(what: &str, holds: impl Fn() -> bool) {
+    let give_up = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < give_up, "not yet {what}");
+        thread::sleep(Duration::from_millis(20));
     }
 }
 
@@ -143,9 +171,11 @@ fn swap_is_on_until_it_is_off_and_the_disk_stays_as_long() {
     std::thread::sleep(Duration::from_millis(300));
     assert!(swap.used_bytes().is_some() && swap.server.ok(&["list"]).contains("[SWAP]"), "the server is gone");
 
+    let guard = swap.guard();
     swap.server.ok(&["swap", "off", "s"]);
     assert_eq!(swap.used_bytes(), None);
     assert_eq!(swap.server.ok(&["disk", "list", "--json"]).trim(), "[]");
+    until("has who would take it off ended", || status(guard, "Name").is_none());
     swap.server.refuses(&["swap", "off"], &["no disk for swap"]);
     swap.server.refuses(&["swap", "off", "s"], &["no disk called s"]);
 }
@@ -181,7 +211,9 @@ fn swap_of_a_server_that_was_killed_is_told_of_and_taken_after_that_of_the_next(
     let on = ["swap", "on", "--size", "64M", "--transport", "loop", "--unprotected", "--priority", "0"];
     let killed = Swap::of(Server::start(&[]), &on);
     assert_eq!(killed.used_bytes(), Some(0), "this machine swaps: somebody would die with the server");
-    killed.server.signal("-KILL");
+    // Together with who would take swap off.
+    let ends = [killed.guard(), killed.server.child.id()].map(|process| process.to_string());
+    assert!(Command::new("kill").arg("-KILL").args(ends).status().expect("kill runs").success());
     let next = Server::start(&[]);
     next.refuses(&["swap", "off"], &["no disk for swap", &killed.device, "swapoff"]);
     let output = next.asked(&on);
@@ -194,6 +226,51 @@ fn swap_of_a_server_that_was_killed_is_told_of_and_taken_after_that_of_the_next(
     next.server.ok(&["swap", "off"]);
     drop(killed);
     drop(next);
+    // Whose first act is to remove what was left.
+    let _last = Server::start(&[]);
+}
+
+#[test]
+fn swap_of_a_server_that_is_killed_is_taken_off_and_of_no_other() {
+    if !requires(&NEEDED) {
+        return;
+    }
+    let _ours = the_machines_swap();
+    let _boost = BoostBefore::note();
+    let on = ["swap", "on", "--size", "64M", "--transport", "loop", "--unprotected"];
+    let stays = Swap::of(Server::start(&[]), &on);
+    let mut killed = Swap::of(Server::start(&[]), &on);
+    let second = killed.server.ok(&on).split_whitespace().nth(1).expect("a device").to_owned();
+    assert_eq!(killed.used_bytes(), Some(0), "this machine swaps: somebody would die with the server");
+    let guard = killed.guard();
+    // It lives as long as the server, and whatever the two are asked.
+    let ends = [guard, killed.server.child.id()].map(|process| process.to_string());
+    for signal in ["-TERM", "-INT", "-HUP", "-QUIT"] {
+        assert!(Command::new("kill").arg(signal).args(&ends).status().expect("kill runs").success());
+    }
+    thread::sleep(Duration::from_millis(300));
+    assert_eq!(killed.guard(), guard);
+    let all_locked = status(guard, "VmLck").zip(status(guard, "VmRSS")).expect("it lives");
+    let kib = |text: &str| text.trim_end_matches(" kB").parse::<u64>().expect("a number");
+    assert!(kib(&all_locked.0) + 64 >= kib(&all_locked.1), "{all_locked:?}");
+    // What the server holds on to it does not: devices and mounts would outlive the server.
+    let open = fs::read_dir(format!("/proc/{guard}/fd")).expect("it lives").flatten();
+    let open: Vec<_> = open.filter_map(|entry| fs::read_link(entry.path()).ok()).collect();
+    assert!(open.len() <= 6 && !open.iter().any(|open| open.starts_with("/dev/fuse")), "{open:?}");
+
+    killed.server.signal("-KILL");
+    let is_on = |device: &str| fs::read_to_string("/proc/swaps").unwrap().contains(&format!("{device} "));
+    until("is swap off", || killed.used_bytes().is_none() && !is_on(&second));
+    until("has who took it off ended", || status(guard, "Name").is_none());
+    killed.server.hears(&format!("swap is off {}", killed.device));
+    assert_eq!(stays.used_bytes(), Some(0));
+    // Another is started for one that was ended.
+    let guard = stays.guard();
+    assert!(Command::new("kill").args(["-KILL", &guard.to_string()]).status().expect("kill runs").success());
+    stays.server.ok(&on);
+    assert_ne!(stays.guard(), guard);
+    stays.server.ok(&["swap", "off"]);
+    drop((killed, stays));
     // Whose first act is to remove what was left.
     let _last = Server::start(&[]);
 }

@@ -38,7 +38,7 @@ wait $random; status random $?
 swapped_out {victim_kib}
 kill -9 $server; wait $server
 wait $victim; status victim $?
-swapoff $device; status gone $?
+off_the_dead; status gone $?
 /compcache serve 2>>/run/served & server=$!
 while ! /compcache list >/dev/null 2>&1; do sleep 0.1; done
 {on} 2>>/run/refused; status left $?
