@@ -214,9 +214,10 @@ fn swap_off(path: &CString) -> i32 {
 
 /// Does the work in a process of its own, whose status is what the work returns, and until that has ended the other work here.
 fn in_a_child(work: impl FnOnce() -> i32, mut meanwhile: impl FnMut()) -> io::Result<ExitStatus> {
-    // SAFETY: this process has one thread, so that nothing is half done in its copy; which ends without cleaning up after the original.
+    // SAFETY: this process has one thread, so that nothing is half done in its copy.
     let child = match unsafe { libc::fork() } {
         -1 => return Err(io::Error::last_os_error()),
+        // SAFETY: it ends here, without cleaning up after the original.
         0 => unsafe { libc::_exit(work()) },
         child => child,
     };
