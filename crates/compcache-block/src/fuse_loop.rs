@@ -79,7 +79,7 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 pub use clean::{Cleaned, clean};
 pub use error::{FuseLoopError, NotRemoved, Step};
-pub use loop_device::lies_on;
+pub use loop_device::{cut_off, lies_on};
 pub use namespace::own_mounts;
 pub use place::is_served_file;
 

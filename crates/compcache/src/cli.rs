@@ -368,7 +368,7 @@ pub struct SwapOnArgs {
 pub enum SwapTransport {
     /// ublk where the kernel keeps the device of a server that was killed (Linux 6.13), else a loop device
     Auto,
-    /// /dev/ublkbN. Before Linux 6.13, if the server is killed, the system can never swap off what was on it
+    /// /dev/ublkbN. Before Linux 6.13, if the server is killed, swap may stay on it until the system ends
     Ublk,
     /// A loop device over FUSE
     Loop,

@@ -185,6 +185,11 @@ fn all_swaps(table: &str) -> impl Iterator<Item = (&str, u64, u64, i32)> {
     })
 }
 
+/// Whether anything can be swapped out to another device than those.
+pub fn has_room_beside(table: &str, those: impl Fn(&str) -> bool) -> bool {
+    all_swaps(table).any(|(path, size, used, _)| used < size && !those(path))
+}
+
 /// What is swapped out to a device; `None` if it is no swap.
 pub fn used_bytes(table: &str, device: &str) -> Option<u64> {
     all_swaps(table).find(|(path, ..)| *path == device).map(|(_, _, used, _)| used)
@@ -270,6 +275,8 @@ mod tests {
             assert_eq!(others.free_elsewhere_bytes(table), 1500 << 10);
             assert_eq!([5, 100, 101, 200].map(|wanted| others.above(table, wanted)), [101, 101, 101, 200]);
         }
+        let loop7 = |path: &str| path == "/dev/loop7";
+        assert!(has_room_beside(table, loop7) && !has_room_beside(&table.replace("\t500", "\t2000"), loop7));
         assert_eq!(available_bytes("MemTotal: 9 kB\nMemAvailable:    1234 kB\n"), Some(1234 << 10));
         assert_eq!(available_bytes("MemTotal: 9 kB\n"), None);
     }

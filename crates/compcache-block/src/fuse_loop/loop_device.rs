@@ -16,7 +16,7 @@ use std::time::Instant;
 use linux_raw_sys::general::O_DIRECT;
 use linux_raw_sys::loop_device::{
     LO_FLAGS_DIRECT_IO, LOOP_CLR_FD, LOOP_CONFIGURE, LOOP_CTL_GET_FREE, LOOP_GET_STATUS64, LOOP_SET_CAPACITY,
-    loop_config, loop_info64,
+    LOOP_SET_STATUS64, loop_config, loop_info64,
 };
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
@@ -225,6 +225,17 @@ pub fn lies_on(device: &Path) -> io::Result<u64> {
     Ok(if info.lo_rdevice != 0 { info.lo_rdevice } else { info.lo_device })
 }
 
+/// Has a loop device of a server that is dead fail all it is asked for at once: it has one sector. Else each request goes to the device's own thread first, to fail there.
+///
+/// # Errors
+/// It cannot be opened, or is no loop device that is in use.
+pub fn cut_off(device: &Path) -> io::Result<()> {
+    let opened = File::open(device)?;
+    let info = loop_info64 { lo_sizelimit: SECTOR_BYTES, lo_flags: 0, ..INFO };
+    // SAFETY: the request reads one `struct loop_info64`, whose size is asserted above.
+    Ok(unsafe { ioctl(opened, Setter::<{ LOOP_SET_STATUS64 as Opcode }, loop_info64>::new(info)) }?)
+}
+
 /// An attribute of a loop device that is in use.
 fn attribute(number: u32, name: &str) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStringExt;
@@ -235,24 +246,27 @@ fn attribute(number: u32, name: &str) -> Option<PathBuf> {
     Some(PathBuf::from(std::ffi::OsString::from_vec(value)))
 }
 
+/// All of a file, read and written past the page cache.
+const INFO: loop_info64 = loop_info64 {
+    lo_device: 0,
+    lo_inode: 0,
+    lo_rdevice: 0,
+    lo_offset: 0,
+    lo_sizelimit: 0,
+    lo_number: 0,
+    lo_encrypt_type: 0,
+    lo_encrypt_key_size: 0,
+    lo_flags: LO_FLAGS_DIRECT_IO as u32,
+    lo_file_name: [0; 64],
+    lo_crypt_name: [0; 64],
+    lo_encrypt_key: [0; 32],
+    lo_init: [0; 2],
+};
+
 /// `LOOP_CONFIGURE`: everything in one step, so that the device never is there half set up.
 fn configure(opened: &File, backing: &OwnedFd, sector_bytes: u32) -> Result<(), Errno> {
-    let info = loop_info64 {
-        lo_device: 0,
-        lo_inode: 0,
-        lo_rdevice: 0,
-        lo_offset: 0,
-        lo_sizelimit: 0,
-        lo_number: 0,
-        lo_encrypt_type: 0,
-        lo_encrypt_key_size: 0,
-        lo_flags: LO_FLAGS_DIRECT_IO as u32,
-        lo_file_name: [0; 64],
-        lo_crypt_name: [0; 64],
-        lo_encrypt_key: [0; 32],
-        lo_init: [0; 2],
-    };
-    let config = loop_config { fd: backing.as_raw_fd() as u32, block_size: sector_bytes, info, __reserved: [0; 8] };
+    let config =
+        loop_config { fd: backing.as_raw_fd() as u32, block_size: sector_bytes, info: INFO, __reserved: [0; 8] };
     // SAFETY: the request reads one `struct loop_config`, whose size is asserted above; the descriptor in it is open
     // until after the call. A wrong field could make the device read-only or of another size, not touch our memory.
     unsafe { ioctl(opened, Setter::<{ LOOP_CONFIGURE as Opcode }, loop_config>::new(config)) }

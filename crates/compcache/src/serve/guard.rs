@@ -2,11 +2,12 @@
 //!
 //! The kernel does not let go of a swap device that answers with errors only. A write that fails leaves its page in memory, and the device looks
 //! nearly empty, so that it tries another, for ever: who grows is neither given memory nor ended, and the machine stands still. Taken off
-//! (swapoff(2)) the device is written no more at once, what was lost on it is marked as lost, and memory that is out is out, as the kernel's OOM killer knows.
+//! (swapoff(2)) the device is written no more at once, what was lost on it is marked as lost, and memory that is out is out, as the kernel's
+//! OOM killer knows.
 //!
-//! So, as long as there is swap, a process of ours waits for the end of the server. It is the server's child, with a pipe between them: in it stands which devices
-//! are for swap, and its end is the server's. It serves nothing, waits for nobody but the server, and needs little: the program, which is in memory for the server already,
-//! and half a MiB.
+//! So, as long as there is swap, a process of ours waits for the end of the server. It is the server's child, with a pipe between them: in it
+//! stands which devices are for swap, and its end is the server's. It serves nothing, waits for nobody but the server, and needs little: the
+//! program, which is in memory for the server already, and half a MiB.
 //!
 //! The OOM killer's first choice is whoever swaps off, whatever its score; therefore a child does that, again if need be. Nothing can be swapped
 //! out meanwhile, and who grows would soon have all memory: he waits ([`held`]).
@@ -22,27 +23,32 @@ use std::io::{self, BufRead, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, ChildStdin, Command, ExitCode, ExitStatus, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use compcache_block::fuse_loop::cut_off;
 use libc::{SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM};
 use rustix::mm::{MlockAllFlags, mlockall};
-use rustix::process::{configure_io_flusher_behavior, setsid};
+use rustix::process::{Pid, configure_io_flusher_behavior, setsid};
 use rustix::thread::set_name;
 
-use crate::kernel::setting;
-use crate::run::say;
-use crate::serve::overload::Overload;
+use crate::kernel::{release, setting, version};
+use crate::run::{descriptors, say};
+use crate::serve::clean_up_after_the_dead;
+use crate::serve::overload::{Overload, WINDOW};
 use crate::serve::pressure::Pressure;
-use crate::swap::{GONE, used_bytes};
+use crate::swap::{GONE, has_room_beside, used_bytes};
 use held::Held;
 
 /// As processes are listed: whoever ends all that are called compcache is not to end this one.
 const NAME: &str = "swap-guard";
+/// Before it, a page that was lost is given to its program by swapoff as whatever bytes there are.
+const MARKS_LOST_PAGES: (u32, u32) = (5, 19);
 /// Between two looks at the memory there is.
 const LOOK: Duration = Duration::from_millis(10);
-/// Before what was refused is tried again.
-const PAUSE_REFUSED: Duration = Duration::from_secs(1);
+/// Before what was refused is tried again, and for how long.
+const PAUSE: Duration = Duration::from_secs(1);
+const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The process, as the server has it.
 pub struct Guard {
@@ -85,39 +91,47 @@ impl Drop for Guard {
 /// What that process does.
 pub fn guard() -> ExitCode {
     outlive_the_server();
-    let pressure = Pressure::open().ok();
+    let (pressure, overload) = (Pressure::open().ok(), Overload::open().ok());
     let mut disks = Vec::new();
     for line in io::stdin().lock().lines().map_while(Result::ok) {
         disks = line.split_ascii_whitespace().map(Swap::to).collect();
     }
     disks.retain(|disk| disk.on().is_some());
+    if disks.is_empty() {
+        return ExitCode::SUCCESS;
+    }
     have_precedence();
-    for Swap { device, .. } in &disks {
+    let mut held = pressure.as_ref().map(Held::new);
+    let taken_off: Vec<_> = disks.iter().map(|disk| disk.take_off(&mut held)).collect();
+    let waited = held.map(Held::end).unwrap_or_default();
+    // Nobody may read what is said before: he is held.
+    for (Swap { device, .. }, taken_off) in disks.iter().zip(taken_off) {
+        say(&match taken_off {
+            Ok(()) => format!(
+                "compcache: the server has died, and swap was taken off {device}: whose pages were there dies of SIGBUS\n"
+            ),
+            Err(error) => format!("compcache: the server has died, and swap stays on {device}: {error:#}\n"),
+        });
+    }
+    if !waited.is_empty() {
+        let waited: Vec<_> = waited.iter().map(|pid| pid.as_raw_nonzero().to_string()).collect();
         say(&format!(
-            "compcache: its server has died: taking swap off {device}; whose pages were there dies of SIGBUS\n"
+            "compcache: until then these processes were stopped, for memory was short: {}\n",
+            waited.join(", ")
         ));
     }
-    for disk @ Swap { device, .. } in &disks {
-        match disk.take_off(pressure.as_ref()) {
-            Ok(None) => say(&format!("compcache: swap is off {device}\n")),
-            Ok(Some(_)) => say(&format!(
-                "compcache: the kernel has taken {device} away, and swap stays on it until the machine ends: while that stands still for want of \
-                 memory, its OOM killer is asked to choose\n"
-            )),
-            Err(error) => say(&format!("compcache: swap stays on {device}: {error}\n")),
-        }
-    }
-    let has_gone = || disks.iter().any(|disk| disk.on() == Some(On::Gone));
-    if let Ok(mut overload) = Overload::open()
-        && has_gone()
-    {
-        overload.watch_while(has_gone);
-    }
+    clean_up_after_the_dead();
+    watch(&disks, overload);
     ExitCode::SUCCESS
 }
 
 /// What ends the server is not to end this, nor what keeps it waiting.
 fn outlive_the_server() {
+    // What whoever started the server had open; nothing of ours is yet.
+    for number in descriptors().unwrap_or_default() {
+        // SAFETY: nothing here knows of it.
+        unsafe { libc::close(number) };
+    }
     // Each of these is of use without the others.
     let _ = setsid();
     let _ = set_name(&CString::new(NAME).expect("it has no zero"));
@@ -132,18 +146,36 @@ fn outlive_the_server() {
     }
 }
 
-/// A device of the server's that is for swap.
-struct Swap {
-    device: String,
-    /// What lies below, of a loop device: by that it is told from another of its name.
-    file: Option<String>,
-}
-
-/// Nobody else on the machine gets further before this has, nor the memory that the kernel keeps for a realtime task.
+/// Nobody else on the machine gets further before this has, nor the memory that the kernel keeps for a realtime task. The child that swaps off
+/// works for long, and has no precedence.
 fn have_precedence() {
     let priority = libc::sched_param { sched_priority: 1 };
     // SAFETY: it reads the priority. Without it, it takes longer.
     unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK, &priority) };
+}
+
+/// For as long as swap stays on a device that is dead: to the kernel it is room. Where there is no other, the OOM killer is asked for.
+fn watch(disks: &[Swap], overload: Option<Overload>) {
+    let Some(mut overload) = overload.filter(|_| disks.iter().any(|disk| disk.on().is_some())) else { return };
+    say("compcache: while the machine stands still for want of memory, the kernel's OOM killer is asked to choose\n");
+    let (mut taken, mut refused) = (0, 0);
+    while disks.iter().any(|disk| disk.on().is_some()) {
+        thread::sleep(WINDOW);
+        for disk in disks.iter().filter(|disk| disk.on() == Some(On::There)) {
+            let _ = disk.try_once(&mut None);
+        }
+        let is_ours =
+            |device: &str| disks.iter().any(|disk| device.strip_suffix(GONE).unwrap_or(device) == disk.device);
+        *if has_room_beside(&swaps(), is_ours) { &mut taken } else { &mut refused } += 1;
+        overload.asks(taken, refused, false);
+    }
+}
+
+/// A device of the server's that is for swap.
+struct Swap {
+    device: String,
+    /// By that it is told from another of its name.
+    identity: Option<String>,
 }
 
 /// Swap is on a device.
@@ -156,51 +188,88 @@ enum On {
 
 impl Swap {
     fn to(device: &str) -> Swap {
-        Swap { device: device.to_owned(), file: file_under(device) }
+        Swap { device: device.to_owned(), identity: identity(device) }
     }
 
     fn on(&self) -> Option<On> {
-        let swaps = fs::read("/proc/swaps").unwrap_or_default();
-        let has = |device: &str| used_bytes(&String::from_utf8_lossy(&swaps), device).is_some();
-        if has(&format!("{}{GONE}", self.device)) {
+        let swaps = swaps();
+        if used_bytes(&swaps, &format!("{}{GONE}", self.device)).is_some() {
             return Some(On::Gone);
         }
-        (has(&self.device) && file_under(&self.device) == self.file).then_some(On::There)
+        // The kernel may be about to take it away.
+        let is_another = identity(&self.device).is_some_and(|now| Some(now) != self.identity);
+        (used_bytes(&swaps, &self.device).is_some() && !is_another).then_some(On::There)
     }
 
-    /// Takes swap off, for as long as it takes. `Some` if the device has gone.
+    /// Takes swap off, for as long as it takes.
     ///
     /// # Errors
-    /// It may not.
-    fn take_off(&self, pressure: Option<&Pressure>) -> io::Result<Option<On>> {
-        let path = CString::new(self.device.as_str()).map_err(io::Error::from)?;
+    /// Why it stays.
+    fn take_off(&self, held: &mut Option<Held<'_>>) -> anyhow::Result<()> {
+        let give_up = Instant::now() + PATIENCE;
         loop {
-            let on = self.on();
-            if on != Some(On::There) {
-                return Ok(on);
+            match self.on() {
+                None => return Ok(()),
+                Some(On::Gone) => anyhow::bail!("the kernel has taken the device away"),
+                Some(On::There) => {}
             }
-            // Until this one has ended.
-            let mut held = pressure.map(Held::new);
-            let ended = in_a_child(
-                || swap_off(&path),
-                || {
-                    held.as_mut().map(Held::look);
-                    thread::sleep(LOOK);
-                },
-            );
-            match ended.ok().map(|status| (status.code(), status.signal())) {
-                Some((Some(0), _)) => return Ok(None),
-                Some((Some(libc::EPERM), _)) => return Err(io::Error::from_raw_os_error(libc::EPERM)),
-                // For want of memory, of which there may be some by now.
-                Some((_, Some(SIGKILL))) => {}
-                _ => thread::sleep(PAUSE_REFUSED),
+            match self.try_once(held) {
+                Ok(Tried::Off) => return Ok(()),
+                Ok(Tried::Killed) => {}
+                Err(error) if Instant::now() > give_up => return Err(error),
+                Err(_) => {
+                    for _ in 0..PAUSE.as_millis() / LOOK.as_millis() {
+                        look(held, None);
+                    }
+                }
             }
+        }
+    }
+
+    /// Who swaps off may be killed for want of memory, of which there may be some by now.
+    fn try_once(&self, held: &mut Option<Held<'_>>) -> anyhow::Result<Tried> {
+        if version(&release()).is_some_and(|version| version < MARKS_LOST_PAGES) {
+            anyhow::bail!("Linux before 5.19 would give programs other bytes for those that are lost");
+        }
+        let path = CString::new(self.device.as_str())?;
+        let work = || {
+            // It is read for each page that is lost. Without this, that takes longer.
+            if self.device.starts_with("/dev/loop") {
+                let _ = cut_off(self.device.as_ref());
+            }
+            swap_off(&path)
+        };
+        let ended = in_a_child(work, |child| look(held, child)).context("cannot have another process")?;
+        match (ended.code(), ended.signal()) {
+            (Some(0), _) => Ok(Tried::Off),
+            (_, Some(SIGKILL)) => Ok(Tried::Killed),
+            (Some(number), _) => Err(io::Error::from_raw_os_error(number).into()),
+            _ => anyhow::bail!("{ended}"),
         }
     }
 }
 
-fn file_under(device: &str) -> Option<String> {
-    setting(format!("/sys/block/{}/loop/backing_file", device.strip_prefix("/dev/")?))
+/// What has become of who swapped off.
+enum Tried {
+    Off,
+    Killed,
+}
+
+fn look(held: &mut Option<Held<'_>>, child: Option<Pid>) {
+    if let Some(held) = held {
+        held.look(child);
+    }
+    thread::sleep(LOOK);
+}
+
+fn swaps() -> String {
+    String::from_utf8_lossy(&fs::read("/proc/swaps").unwrap_or_default()).into_owned()
+}
+
+/// Of a block device that is there: its number in the order in which all came (Linux 5.15), or the file below it.
+fn identity(device: &str) -> Option<String> {
+    let of = format!("/sys/block/{}", device.strip_prefix("/dev/")?);
+    setting(format!("{of}/diskseq")).or_else(|| setting(format!("{of}/loop/backing_file")))
 }
 
 /// The error's number, or 0.
@@ -213,7 +282,7 @@ fn swap_off(path: &CString) -> i32 {
 }
 
 /// Does the work in a process of its own, whose status is what the work returns, and until that has ended the other work here.
-fn in_a_child(work: impl FnOnce() -> i32, mut meanwhile: impl FnMut()) -> io::Result<ExitStatus> {
+fn in_a_child(work: impl FnOnce() -> i32, mut meanwhile: impl FnMut(Option<Pid>)) -> io::Result<ExitStatus> {
     // SAFETY: this process has one thread, so that nothing is half done in its copy.
     let child = match unsafe { libc::fork() } {
         -1 => return Err(io::Error::last_os_error()),
@@ -225,7 +294,7 @@ fn in_a_child(work: impl FnOnce() -> i32, mut meanwhile: impl FnMut()) -> io::Re
     loop {
         // SAFETY: it writes the status.
         match unsafe { libc::waitpid(child, &mut status, libc::WNOHANG) } {
-            0 => meanwhile(),
+            0 => meanwhile(Pid::from_raw(child)),
             -1 => return Err(io::Error::last_os_error()),
             _ => return Ok(ExitStatus::from_raw(status)),
         }

@@ -30,7 +30,8 @@ use compcache_block::Disk;
 use crate::run::say;
 use crate::serve::pressure::Pressure;
 
-const WINDOW: Duration = Duration::from_secs(3);
+/// Between two looks.
+pub const WINDOW: Duration = Duration::from_secs(3);
 /// Of a window, what nobody got anything done in.
 const STALLED: Duration = Duration::from_millis(1200);
 /// Less than this share of the RAM is hardly any.
@@ -114,7 +115,7 @@ impl Overload {
     }
 
     /// At the end of each [`WINDOW`], with what disks for swap have taken and refused so far: asks if it is overload. Whether it was asked.
-    fn asks(&mut self, taken: u64, refused: u64, is_starved: bool) -> bool {
+    pub fn asks(&mut self, taken: u64, refused: u64, is_starved: bool) -> bool {
         let signs = Signs {
             taken,
             refused,
@@ -123,16 +124,6 @@ impl Overload {
             stalled: self.pressure.stalled().map(|stalled| stalled.full),
         };
         self.watch.is_overload(&signs) && self.trigger.write_all_at(b"f", 0).is_ok()
-    }
-
-    /// Looks for as long as there is a disk for swap that refuses all and cannot be taken off.
-    pub fn watch_while(&mut self, there_is: impl Fn() -> bool) {
-        let mut refused = 0;
-        while there_is() {
-            thread::sleep(WINDOW);
-            refused += 1;
-            self.asks(0, refused, false);
-        }
     }
 }
 

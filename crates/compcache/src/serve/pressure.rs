@@ -43,9 +43,9 @@ impl Memory {
         self.available < self.total / share
     }
 
-    /// Whether clearly less is available than there was: nine tenths of it.
+    /// Whether clearly less is available than there was, a tenth of it, or nothing.
     pub fn has_shrunk_since(self, before: Memory) -> bool {
-        self.available < before.available / 10 * 9
+        self.available < before.available / 10 * 9 || self.available == 0
     }
 }
 
@@ -104,7 +104,8 @@ mod tests {
         let of = |available: u64| format!("MemTotal:  500000 kB\nMemFree:  9 kB\nMemAvailable:  {available} kB\n");
         assert_eq!([24_999, 25_000].map(|kib| memory(&of(kib)).unwrap().is_below(20)), [true, false]);
         let since = |before: u64, now: u64| Memory::of(before, now).has_shrunk_since(Memory::of(before, before));
-        assert_eq!([899, 900, 1000].map(|now| since(1000, now)), [true, false, false]);
+        assert_eq!([0, 899, 900, 1000].map(|now| since(1000, now)), [true, true, false, false]);
+        assert!(since(0, 0));
         assert_eq!(memory("MemTotal: 5 kB\n"), None);
         let pressure =
             "some avg10=0.00 avg60=0.00 avg300=0.00 total=9\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=2000000\n";

@@ -148,11 +148,11 @@ impl Safety {
         let mut state = self.lock();
         let here = cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes());
         self.start(&mut state, store, here, spared.is_ok())?;
-        if !state.serving {
-            state.boost = NoBoost::take();
-        }
         if state.guard.is_none() {
             state.guard = Some(Guard::start()?);
+        }
+        if !state.serving {
+            state.boost = NoBoost::take();
         }
         if let Some(ballast) = &state.ballast {
             ballast.is_wanted.store(true, Relaxed);
@@ -223,7 +223,7 @@ impl Safety {
     pub fn guard(&self, devices: &[String]) {
         let mut state = self.lock();
         let Some(guard) = &mut state.guard else { return };
-        if guard.tell(devices).is_ok() {
+        if guard.tell(devices).is_ok() || devices.is_empty() {
             return;
         }
         // Somebody has ended it.

@@ -106,6 +106,11 @@ fn status(process: u32, key: &str) -> Option<String> {
     Some(line.unwrap_or_default().trim().to_owned())
 }
 
+/// Whether a process is no more, or nobody has asked what became of it.
+fn has_ended(process: u32) -> bool {
+    status(process, "State").is_none_or(|state| state.starts_with('Z'))
+}
+
 /// Waits until this holds.
 #[track_caller]
 fn until(what: &str, holds: impl Fn() -> bool) {
@@ -175,7 +180,7 @@ fn swap_is_on_until_it_is_off_and_the_disk_stays_as_long() {
     swap.server.ok(&["swap", "off", "s"]);
     assert_eq!(swap.used_bytes(), None);
     assert_eq!(swap.server.ok(&["disk", "list", "--json"]).trim(), "[]");
-    until("has who would take it off ended", || status(guard, "Name").is_none());
+    until("has who would take it off ended", || has_ended(guard));
     swap.server.refuses(&["swap", "off"], &["no disk for swap"]);
     swap.server.refuses(&["swap", "off", "s"], &["no disk called s"]);
 }
@@ -261,8 +266,8 @@ fn swap_of_a_server_that_is_killed_is_taken_off_and_of_no_other() {
     killed.server.signal("-KILL");
     let is_on = |device: &str| fs::read_to_string("/proc/swaps").unwrap().contains(&format!("{device} "));
     until("is swap off", || killed.used_bytes().is_none() && !is_on(&second));
-    until("has who took it off ended", || status(guard, "Name").is_none());
-    killed.server.hears(&format!("swap is off {}", killed.device));
+    until("has who took it off ended", || has_ended(guard));
+    killed.server.hears(&format!("swap was taken off {}", killed.device));
     assert_eq!(stays.used_bytes(), Some(0));
     // Another is started for one that was ended.
     let guard = stays.guard();

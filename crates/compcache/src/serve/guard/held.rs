@@ -5,108 +5,168 @@
 //! that process next, nothing is freed by its end, and it ends one after the other (seen on Linux 6.12: until none was left, a panic).
 //!
 //! So that it does not come to that, a process is stopped (SIGSTOP) when memory runs short, and another whenever it has become clearly less since;
-//! all go on (SIGCONT) when this is dropped. If there is too little for them then, the kernel chooses, with nothing in its way.
+//! all go on (SIGCONT) when this is dropped, or after a while. If there is too little for them then, the kernel chooses, with nothing in its way.
+//!
+//! Not stopped are those that others may wait for, us too: who serves a file system or a disk from user space. Nor is anything written while somebody is
+//! held: he may be the one who reads it.
 
 use std::fs;
+use std::mem;
 use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_signal};
 
-use crate::run::say;
 use crate::serve::pressure::{Memory, Pressure};
 
 /// Less than this share of the RAM is hardly any.
 const AVAILABLE_SHARE: u64 = 20;
+/// Nobody is held for longer, all in all.
+const LONGEST: Duration = Duration::from_secs(60);
 
 /// Processes that are held.
 pub struct Held<'p> {
     pressure: &'p Pressure,
+    until: Instant,
     processes: Vec<(Pid, OwnedFd)>,
     /// What there was when the last one was.
     memory: Option<Memory>,
+    /// Who goes on by now.
+    were: Vec<Pid>,
 }
 
 impl<'p> Held<'p> {
     /// None yet.
     pub fn new(pressure: &'p Pressure) -> Held<'p> {
-        Held { pressure, processes: Vec::new(), memory: None }
+        Held { pressure, until: Instant::now() + LONGEST, processes: Vec::new(), memory: None, were: Vec::new() }
     }
 
-    /// Holds one more if that is needed: of those that run, the one that the kernel would end first (`/proc/PID/oom_score`).
-    pub fn look(&mut self) {
-        let Some(memory) = self.pressure.memory().filter(|memory| memory.is_below(AVAILABLE_SHARE)) else { return };
-        if self.memory.is_some_and(|before| !memory.has_shrunk_since(before)) {
+    /// Holds one more if that is needed: of those that run, the one that the kernel would end first (`/proc/PID/oom_score`), but `never`.
+    pub fn look(&mut self, never: Option<Pid>) {
+        if Instant::now() > self.until {
+            return self.release();
+        }
+        let memory = self.pressure.memory().filter(|memory| memory.is_below(AVAILABLE_SHARE));
+        let (Some(now), Some(before)) = (memory, self.memory) else {
+            if memory.is_some() {
+                self.hold_one(never, memory);
+            } else {
+                self.memory = None;
+            }
             return;
-        }
-        self.memory = Some(memory);
-        let Some(pid) = self.next() else { return };
-        let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else { return };
-        if pidfd_send_signal(&process, Signal::STOP).is_ok() {
-            self.processes.push((pid, process));
-            say(&format!("compcache: memory is short: process {} waits until swap is off\n", pid.as_raw_nonzero()));
+        };
+        if now.has_shrunk_since(before) {
+            self.hold_one(never, memory);
         }
     }
 
-    /// Who must not be ended has no score, but the first process, which the kernel never ends.
-    fn next(&self) -> Option<Pid> {
-        let all = fs::read_dir("/proc").ok()?.flatten();
-        let all = all.filter_map(|entry| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?));
-        let free = all.filter(|pid| *pid != Pid::INIT && self.processes.iter().all(|(held, _)| held != pid));
-        let scores = free.filter_map(|pid| Some((score(pid).filter(|score| *score > 0)?, pid.as_raw_nonzero())));
-        let mut scores: Vec<_> = scores.collect();
-        scores.sort_unstable();
-        // Who is stopped already takes nothing, and is not ours to let go on.
-        let runs = |pid: &Pid| !is_stopped(*pid);
-        scores.into_iter().rev().filter_map(|(_, pid)| Pid::from_raw(pid.get())).find(runs)
+    /// Has them go on, and nobody wait any more. Who they were.
+    pub fn end(mut self) -> Vec<Pid> {
+        self.release();
+        mem::take(&mut self.were)
+    }
+
+    fn hold_one(&mut self, never: Option<Pid>, memory: Option<Memory>) {
+        let is_free = |pid: Pid| {
+            let is_ours = pid == getpid() || Some(pid) == never;
+            !is_ours && self.processes.iter().all(|(held, _)| *held != pid) && !is_stopped(pid) && !serves(pid)
+        };
+        let Some(process) =
+            choose(scores(), is_free).and_then(|pid| Some((pid, pidfd_open(pid, PidfdFlags::empty()).ok()?)))
+        else {
+            return;
+        };
+        if pidfd_send_signal(&process.1, Signal::STOP).is_ok() {
+            self.processes.push(process);
+            self.memory = memory;
+        }
+    }
+
+    fn release(&mut self) {
+        for (pid, process) in self.processes.drain(..) {
+            // It may have been ended.
+            let _ = pidfd_send_signal(&process, Signal::CONT);
+            self.were.push(pid);
+        }
     }
 }
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        for (_, process) in &self.processes {
-            // It may have been ended.
-            let _ = pidfd_send_signal(process, Signal::CONT);
-        }
+        self.release();
     }
 }
 
-fn score(pid: Pid) -> Option<u32> {
-    fs::read_to_string(format!("/proc/{}/oom_score", pid.as_raw_nonzero())).ok()?.trim().parse().ok()
+/// The scores of all processes.
+fn scores() -> Vec<(u32, Pid)> {
+    let all = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = all.filter_map(|entry| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?));
+    pids.filter_map(|pid| Some((read(pid, "oom_score")?.trim().parse().ok()?, pid))).collect()
 }
 
+/// The first by its score. Who must not be ended has none, but the first process, which the kernel never ends.
+fn choose(mut scores: Vec<(u32, Pid)>, is_free: impl Fn(Pid) -> bool) -> Option<Pid> {
+    scores.retain(|(score, pid)| *score > 0 && *pid != Pid::INIT);
+    scores.sort_unstable_by_key(|(score, pid)| (*score, pid.as_raw_nonzero()));
+    scores.into_iter().rev().map(|(_, pid)| pid).find(|pid| is_free(*pid))
+}
+
+/// Who is stopped already takes nothing, and is not ours to let go on; nor is who has ended.
 fn is_stopped(pid: Pid) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).unwrap_or_default();
+    let stat = read(pid, "stat").unwrap_or_default();
     let state = stat.rsplit_once(") ").and_then(|(_, fields)| fields.chars().next());
     state.is_none_or(|state| "TtZX".contains(state))
 }
 
+/// Whether others may wait for it.
+fn serves(pid: Pid) -> bool {
+    const DEVICES: [&str; 2] = ["/dev/fuse", "/dev/ublkc"];
+    let open = fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero())).into_iter().flatten().flatten();
+    let mut open = open.filter_map(|entry| fs::read_link(entry.path()).ok());
+    let is_served = |name: &str| DEVICES.iter().any(|device| name.starts_with(device));
+    read(pid, "comm").is_some_and(|name| name.trim_end() == env!("CARGO_BIN_NAME"))
+        || open.any(|name| name.to_str().is_some_and(is_served))
+}
+
+fn read(pid: Pid, file: &str) -> Option<String> {
+    fs::read_to_string(format!("/proc/{}/{file}", pid.as_raw_nonzero())).ok()
+}
+
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::process::Command;
     use std::thread;
-    use std::time::{Duration, Instant};
 
     use rustix::process::kill_process;
 
     use super::*;
 
     #[test]
-    fn a_stopped_process_is_seen_to_be_one_and_is_not_chosen() {
-        let pressure = Pressure::open().unwrap();
-        let held = Held::new(&pressure);
+    fn the_first_by_its_score_is_chosen_of_those_that_may_be() {
+        let pid = |number| Pid::from_raw(number).unwrap();
+        let scores = || vec![(3, pid(30)), (9, pid(1)), (7, pid(70)), (0, pid(9)), (8, pid(80))];
+        assert_eq!(choose(scores(), |_| true), Some(pid(80)));
+        assert_eq!(choose(scores(), |of| of != pid(80) && of != pid(70)), Some(pid(30)));
+        assert_eq!(choose(scores(), |of| of == pid(1) || of == pid(9)), None);
+        assert!(super::scores().iter().any(|(_, of)| *of == getpid()));
+    }
+
+    #[test]
+    fn who_is_stopped_and_who_serves_is_seen_to_be() {
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
         let pid = Pid::from_child(&child);
-        assert!(!is_stopped(pid) && !is_stopped(Pid::INIT));
+        assert!(!is_stopped(pid) && !is_stopped(getpid()) && !serves(pid));
         kill_process(pid, Signal::STOP).unwrap();
         let until = Instant::now() + Duration::from_secs(10);
         while !is_stopped(pid) {
             assert!(Instant::now() < until, "it runs on");
             thread::sleep(Duration::from_millis(5));
         }
-        let next = held.next().expect("somebody runs");
-        assert!(next != pid && next != Pid::INIT && score(next) > Some(0));
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(is_stopped(pid), "it is no more");
+        let Ok(_device) = File::open("/dev/fuse") else { return };
+        assert!(serves(getpid()));
     }
 }
