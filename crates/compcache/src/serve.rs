@@ -16,7 +16,7 @@
 //! | upkeep     | one for each disk that has an origin: what was written is stored, and compaction ([`origin`]) |
 //! | transports | theirs                                                   |
 //!
-//! While a disk is for swap, another process waits for the end of this one ([`guard`]).
+//! While a disk is for swap, another process waits for the end of this one ([`mod@guard`]).
 //!
 //! Locks: the disks' names are under one lock ([`disks`]), held while a disk is made or changed, never while one
 //! serves a request, nor while one is ended, which waits for requests.

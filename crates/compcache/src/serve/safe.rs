@@ -16,7 +16,7 @@
 //! | swap is full while memory is not                     | the store may take more of it                       | the first swap disk without a backing |
 //! | a backing is written when there is no memory         | what it writes from is there; a bare device, asked in pieces for which the kernel needs none | each swap disk with one |
 //! | more is in use than fits, and the kernel goes on trying | its OOM killer is asked for ([`super::overload`])  | the first swap disk |
-//! | the server is killed, and the kernel goes on writing  | another process takes swap off ([`super::guard`])   | the first swap disk |
+//! | the server is killed, and the kernel goes on writing  | another process takes swap off ([`mod@super::guard`])| the first swap disk |
 //!
 //! Threads inherit the first two, so they are done before there are any. All of it needs root; without, disks are served
 //! and swap is refused. Root in a container often lacks CAP_SYS_RESOURCE, which the first and the fourth take: then swap is
