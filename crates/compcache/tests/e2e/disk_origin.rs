@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 
 use compcache_testkit::features::{Feature, requires};
 
-use crate::support::{LoopDevice, Mounted, PATIENCE, Server, await_unmounted, backing_file, beside_others, said};
+use crate::support::{
+    LoopDevice, Mounted, PATIENCE, Server, await_unmounted, backing_file, beside_others, said, unmount,
+};
 
 const NEEDED: [Feature; 4] = [Feature::Root, Feature::Fuse, Feature::Loop, Feature::Program("mkfs.ext4")];
 const BLOCK: usize = 4096;
@@ -142,7 +144,7 @@ fn what_was_flushed_is_on_the_origin_when_the_server_is_killed() {
             server.child.kill().expect("it is our child");
         });
         // What is left of it goes with the mount, and with the next server.
-        let _ = Command::new("umount").arg(&at).status();
+        unmount(at.as_ref());
         let (_, _, scratch) = server.ended();
         let next = Server::start_in(scratch, &[]);
         let checked = Command::new("fsck.ext4").args(["-fp", &image]).output().unwrap();

@@ -14,7 +14,7 @@ pub use cgroup::Cgroup;
 pub use guard::Guard;
 pub use run::{Cap, Outcome, Program, Running, Way, alone, beside_others, sample_until, ways};
 pub use server::{
-    LoopDevice, Mounted, PATIENCE, Server, Stopped, ask, await_unmounted, backing_file, hears, ignore, said,
+    LoopDevice, Mounted, PATIENCE, Server, Stopped, ask, await_unmounted, backing_file, hears, ignore, said, unmount,
 };
 pub use tree::{Tree, can_mount, run_again_with, tree_is_exclusive};
 

@@ -213,8 +213,23 @@ pub struct Mounted(pub PathBuf);
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-q").arg(&self.0).status();
+        unmount(&self.0);
     }
+}
+
+/// Unmounts what is mounted there, if anything. What another test starts has all that we have open until it is a program of its own, so that a file there may
+/// be in use for a moment.
+pub fn unmount(at: &Path) {
+    let until = Instant::now() + PATIENCE / 4;
+    let is_done = || Command::new("umount").arg("-q").arg(at).status().is_ok_and(|status| status.success());
+    while !is_done() && is_mounted(at) && Instant::now() < until {
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn is_mounted(at: &Path) -> bool {
+    let mounts = fs::read_to_string("/proc/self/mounts").expect("a list of mounts");
+    mounts.lines().any(|line| line.split(' ').nth(1) == at.to_str())
 }
 
 /// A loop device over a file or a device, by its path; detached when it goes out of scope.
