@@ -36,7 +36,7 @@ use report::Report;
 /// What `iozone` can be asked on the command line.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// MiB of memory of each side; the file is twice as large. Document 001 has 512 [default: 64; 512 on ssd; 48 if throttled and with --quick].
+    /// MiB of memory of each side; the file is twice as large. Document 001 has 512 [default: 64; 512 on ssd; 48 if throttled; 80 with --quick].
     #[arg(long)]
     megabytes: Option<u64>,
     /// What of it the pool may take: a percentage, or half [default: 10% of IOzone's pattern, half of real content].
@@ -123,7 +123,7 @@ impl Plan {
     fn of(options: &Options, quick: bool, rounds: Option<usize>) -> Result<Plan> {
         let throttled = options.disk == Speed::Throttled;
         let megabytes = options.megabytes.unwrap_or(match (quick, options.disk) {
-            (true, _) => 48,
+            (true, _) => 80,
             (false, Speed::Fast) => 64,
             // The throttle lets some hundred megabytes pass at first.
             (false, Speed::Ssd) => 512,

@@ -105,7 +105,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Of a quick run: on a machine that ran tests beside it the kernel ended a server whose group takes 9 to 12 of 16 MiB on a quiet one.
+    /// Of a quick run: on a machine that ran tests beside it the kernel ended a server whose group takes 9 to 12 of 16 MiB on a quiet one, and a worker.
     pub fn spare_bytes(quick: bool) -> u64 {
         if quick { 16 << 20 } else { 0 }
     }

@@ -30,6 +30,11 @@ pub fn version(release: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
+/// Whether swapoff marks a page that it cannot read as lost. Before Linux 5.19 the program gets whatever bytes there are.
+pub fn marks_lost_pages() -> bool {
+    version(&release()).is_none_or(|version| version >= (5, 19))
+}
+
 /// The first line of a small file of /proc or /sys, without the line end; `None` if it cannot be read.
 pub fn setting(path: impl AsRef<Path>) -> Option<String> {
     fs::read_to_string(path).ok()?.lines().next().map(str::to_owned)

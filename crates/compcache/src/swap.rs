@@ -16,7 +16,7 @@ use crate::control::{At, Create, DiskState, Reply, Request, ask, ask_own};
 use crate::disk::{
     Caught, backing_wanted, disk_of, ended, finish_or_undo, limit_bytes, server, tool, unexpected, whole_blocks,
 };
-use crate::kernel::{ram_bytes, setting};
+use crate::kernel::{marks_lost_pages, ram_bytes, setting};
 use crate::run::say;
 use crate::size::Shown;
 
@@ -64,7 +64,8 @@ fn on(args: SwapOnArgs, caught: &Caught) -> anyhow::Result<String> {
     for device in others.there(&swaps) {
         say(&format!(
             "compcache: swap is on {device}, which is another server's or one's that was killed; the new one is used before it. If that server \
-             is no more, take it off: swapoff {device}\n"
+             is no more, {}\n",
+            then(device)
         ));
     }
     let priority = others.above(&swaps, args.priority);
@@ -104,7 +105,10 @@ fn off(args: &SwapOffArgs) -> anyhow::Result<String> {
     if chosen.is_empty() {
         let others = Others::beside(&all);
         let there = others.there(&swaps).map(|device| {
-            format!("; swap is on {device}, which is another server's or one's that was killed: then swapoff {device}")
+            format!(
+                "; swap is on {device}, which is another server's or one's that was killed; if that is no more, {}",
+                then(device)
+            )
         });
         bail!(
             "this server has no disk for swap; `compcache list` shows which disks there are{}",
@@ -174,6 +178,14 @@ fn by_name<'d>(disks: &'d [DiskState], name: &str) -> anyhow::Result<&'d DiskSta
 fn read(path: &str) -> anyhow::Result<String> {
     let bytes = fs::read(path).with_context(|| format!("cannot read {path}"))?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// What to do with swap on a device whose server is no more.
+fn then(device: &str) -> String {
+    match marks_lost_pages() {
+        true => format!("take it off: swapoff {device}"),
+        false => "leave it on: before Linux 5.19 swapoff gives programs other bytes for those that are lost".to_owned(),
+    }
 }
 
 /// Device, size and use of each line of `/proc/swaps`, in bytes, and its priority.

@@ -25,14 +25,14 @@ use std::process::{Child, ChildStdin, Command, ExitCode, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, anyhow, bail};
 use compcache_block::fuse_loop::cut_off;
 use libc::{SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM};
 use rustix::mm::{MlockAllFlags, mlockall};
 use rustix::process::{Pid, configure_io_flusher_behavior, setsid};
 use rustix::thread::set_name;
 
-use crate::kernel::{release, setting, version};
+use crate::kernel::{marks_lost_pages, setting};
 use crate::run::{descriptors, say};
 use crate::serve::clean_up_after_the_dead;
 use crate::serve::overload::{Overload, WINDOW};
@@ -42,8 +42,6 @@ use held::Held;
 
 /// As processes are listed: whoever ends all that are called compcache is not to end this one.
 const NAME: &str = "swap-guard";
-/// Before it, a page that was lost is given to its program by swapoff as whatever bytes there are.
-const MARKS_LOST_PAGES: (u32, u32) = (5, 19);
 /// Between two looks at the memory there is.
 const LOOK: Duration = Duration::from_millis(10);
 /// Before what was refused is tried again, and for how long.
@@ -101,8 +99,13 @@ pub fn guard() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     have_precedence();
-    let mut held = pressure.as_ref().map(Held::new);
-    let taken_off: Vec<_> = disks.iter().map(|disk| disk.take_off(&mut held)).collect();
+    let marks_lost_pages = marks_lost_pages();
+    let mut held = pressure.as_ref().filter(|_| marks_lost_pages).map(Held::new);
+    let take_off = |disk: &Swap| match marks_lost_pages {
+        true => disk.take_off(&mut held),
+        false => Err(anyhow!("Linux before 5.19 would give programs other bytes for those that are lost")),
+    };
+    let taken_off: Vec<_> = disks.iter().map(take_off).collect();
     let waited = held.map(Held::end).unwrap_or_default();
     // Nobody may read what is said before: he is held.
     for (Swap { device, .. }, taken_off) in disks.iter().zip(taken_off) {
@@ -121,7 +124,11 @@ pub fn guard() -> ExitCode {
         ));
     }
     clean_up_after_the_dead();
-    watch(&disks, overload);
+    disks.retain(|disk| disk.on().is_some());
+    if !disks.is_empty() {
+        watch(&disks, marks_lost_pages, pressure.as_ref(), overload);
+        clean_up_after_the_dead();
+    }
     ExitCode::SUCCESS
 }
 
@@ -154,20 +161,31 @@ fn have_precedence() {
     unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK, &priority) };
 }
 
-/// For as long as swap stays on a device that is dead: to the kernel it is room. Where there is no other, the OOM killer is asked for.
-fn watch(disks: &[Swap], overload: Option<Overload>) {
-    let Some(mut overload) = overload.filter(|_| disks.iter().any(|disk| disk.on().is_some())) else { return };
-    say("compcache: while the machine stands still for want of memory, the kernel's OOM killer is asked to choose\n");
+/// For as long as swap stays on a device that is dead: to the kernel it is room. It is tried again while there is memory, for nobody is held any more; where there is no
+/// other room, the OOM killer is asked for.
+fn watch(disks: &[Swap], is_tried: bool, pressure: Option<&Pressure>, mut overload: Option<Overload>) {
+    if overload.is_some() {
+        say(
+            "compcache: while the machine stands still for want of memory, the kernel's OOM killer is asked to choose\n",
+        );
+    }
     let (mut taken, mut refused) = (0, 0);
+    let is_short = || pressure.and_then(Pressure::memory).is_none_or(held::is_short);
     while disks.iter().any(|disk| disk.on().is_some()) {
         thread::sleep(WINDOW);
-        for disk in disks.iter().filter(|disk| disk.on() == Some(On::There)) {
-            let _ = disk.try_once(&mut None);
+        for disk in disks.iter().filter(|disk| is_tried && disk.on() == Some(On::There)) {
+            if !is_short() {
+                let _ = disk.try_once(&mut None);
+            }
         }
-        let is_ours =
-            |device: &str| disks.iter().any(|disk| device.strip_suffix(GONE).unwrap_or(device) == disk.device);
-        *if has_room_beside(&swaps(), is_ours) { &mut taken } else { &mut refused } += 1;
-        overload.asks(taken, refused, false);
+        let is_dead = |device: &str| {
+            let name = device.strip_suffix(GONE).unwrap_or(device);
+            disks.iter().any(|disk| disk.device == name && disk.on().is_some())
+        };
+        *if has_room_beside(&swaps(), is_dead) { &mut taken } else { &mut refused } += 1;
+        if let Some(overload) = &mut overload {
+            overload.asks(taken, refused, false);
+        }
     }
 }
 
@@ -210,27 +228,30 @@ impl Swap {
         loop {
             match self.on() {
                 None => return Ok(()),
-                Some(On::Gone) => anyhow::bail!("the kernel has taken the device away"),
+                Some(On::Gone) => bail!("the kernel has taken the device away"),
                 Some(On::There) => {}
             }
-            match self.try_once(held) {
+            let tried = self.try_once(held);
+            let is_over = held.as_ref().is_none_or(Held::is_over) || Instant::now() > give_up;
+            match tried {
                 Ok(Tried::Off) => return Ok(()),
+                Ok(Tried::Killed) if is_over => bail!("who took it off was killed for want of memory"),
                 Ok(Tried::Killed) => {}
-                Err(error) if Instant::now() > give_up => return Err(error),
-                Err(_) => {
+                Ok(Tried::Refused(error)) if is_over || error.raw_os_error() == Some(libc::EPERM) => {
+                    return Err(error.into());
+                }
+                Ok(Tried::Refused(_)) => {
                     for _ in 0..PAUSE.as_millis() / LOOK.as_millis() {
                         look(held, None);
                     }
                 }
+                Err(error) => return Err(error),
             }
         }
     }
 
     /// Who swaps off may be killed for want of memory, of which there may be some by now.
     fn try_once(&self, held: &mut Option<Held<'_>>) -> anyhow::Result<Tried> {
-        if version(&release()).is_some_and(|version| version < MARKS_LOST_PAGES) {
-            anyhow::bail!("Linux before 5.19 would give programs other bytes for those that are lost");
-        }
         let path = CString::new(self.device.as_str())?;
         let work = || {
             // It is read for each page that is lost. Without this, that takes longer.
@@ -239,12 +260,15 @@ impl Swap {
             }
             swap_off(&path)
         };
-        let ended = in_a_child(work, |child| look(held, child)).context("cannot have another process")?;
+        let ended = match in_a_child(work, |child| look(held, child)) {
+            Ok(ended) => ended,
+            Err(error) => return Ok(Tried::Refused(error)),
+        };
         match (ended.code(), ended.signal()) {
             (Some(0), _) => Ok(Tried::Off),
+            (Some(number), _) => Ok(Tried::Refused(io::Error::from_raw_os_error(number))),
             (_, Some(SIGKILL)) => Ok(Tried::Killed),
-            (Some(number), _) => Err(io::Error::from_raw_os_error(number).into()),
-            _ => anyhow::bail!("{ended}"),
+            _ => bail!("who took it off ended with {ended}"),
         }
     }
 }
@@ -253,6 +277,7 @@ impl Swap {
 enum Tried {
     Off,
     Killed,
+    Refused(io::Error),
 }
 
 fn look(held: &mut Option<Held<'_>>, child: Option<Pid>) {

@@ -43,6 +43,11 @@ impl Memory {
         self.available < self.total / share
     }
 
+    /// Whether less than so much is available.
+    pub fn is_below_kib(self, kib: u64) -> bool {
+        self.available < kib
+    }
+
     /// Whether clearly less is available than there was, a tenth of it, or nothing.
     pub fn has_shrunk_since(self, before: Memory) -> bool {
         self.available < before.available / 10 * 9 || self.available == 0

@@ -25,7 +25,7 @@ const MEMORY_MIB: u32 = 512;
 
 /// A machine whose server was killed has ended who cannot be helped by then, emulated and beside others. Left alone it took from 9 s to over
 /// 9 minutes.
-const STOOD_S_MAX: u32 = 40;
+const STOOD_S_MAX: u32 = 60;
 
 const LOOP: Wire = Wire {
     on: "/compcache swap on --size 2G --transport loop >/run/on; status on $?; read disk device </run/on",
@@ -198,14 +198,17 @@ kill -0 $server; status server $?
     let printed = run(machine(processors, MEMORY_MIB), &script);
     // SIGKILL, by the kernel.
     assert_ended(&printed, &[("on", 0), ("hog", 137), ("tester", 0), ("server", 0), ("after", 0), ("off", 0)]);
-    assert!(ended_by_the_kernel(&printed) > 0, "{printed}");
+    assert!(ended_by_the_kernel(&printed, &["(scan)"]) > 0, "{printed}");
 }
 
-/// How many times the kernel has said whom it ends for want of memory: nobody but who takes it.
+/// How many times the kernel has said whom it ends for want of memory: nobody but these.
 #[track_caller]
-fn ended_by_the_kernel(printed: &str) -> usize {
+fn ended_by_the_kernel(printed: &str, names: &[&str]) -> usize {
     let killed: Vec<_> = printed.lines().filter(|line| line.contains("Killed process")).collect();
-    assert!(killed.iter().all(|line| line.contains("(scan)")), "the wrong one died: {killed:?}\n{printed}");
+    assert!(
+        killed.iter().all(|line| names.iter().any(|name| line.contains(name))),
+        "the wrong one died: {killed:?}\n{printed}"
+    );
     killed.len()
 }
 
@@ -240,8 +243,9 @@ kill $server; wait $server; status end $?
     assert_ended(&printed, &["on", "again", "off", "end"].map(|name| (name, 0)));
     assert_ended(&printed, &[("gone", 0)]);
     // By the kernel for want of memory, or of a lost page.
-    assert!([137, 135].iter().any(|status| printed.contains(&format!("status of victim: {status}"))), "{printed}");
-    ended_by_the_kernel(&printed);
+    assert!([137, 135, 139].iter().any(|status| printed.contains(&format!("status of victim: {status}"))), "{printed}");
+    // Who takes swap off may be, and another does it.
+    ended_by_the_kernel(&printed, &["(scan)", "(swap-guard)"]);
     let stood_s = printed.lines().find_map(|line| line.trim().strip_prefix("stood still: ")?.parse::<u32>().ok());
     eprintln!("until the machine went on: {stood_s:?} s");
     assert!(stood_s.is_some_and(|seconds| seconds < STOOD_S_MAX), "{printed}");

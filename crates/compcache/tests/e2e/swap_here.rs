@@ -272,6 +272,7 @@ fn swap_of_a_server_that_is_killed_is_taken_off_and_of_no_other() {
     // Another is started for one that was ended.
     let guard = stays.guard();
     assert!(Command::new("kill").args(["-KILL", &guard.to_string()]).status().expect("kill runs").success());
+    until("has it ended", || has_ended(guard));
     stays.server.ok(&on);
     assert_ne!(stays.guard(), guard);
     stays.server.ok(&["swap", "off"]);

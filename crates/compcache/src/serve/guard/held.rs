@@ -7,7 +7,7 @@
 //! So that it does not come to that, a process is stopped (SIGSTOP) when memory runs short, and another whenever it has become clearly less since;
 //! all go on (SIGCONT) when this is dropped, or after a while. If there is too little for them then, the kernel chooses, with nothing in its way.
 //!
-//! Not stopped are those that others may wait for, us too: who serves a file system or a disk from user space. Nor is anything written while somebody is
+//! Not stopped are those that others may wait for, us too: who serves a file system over FUSE or a disk over ublk. Nor is anything written while somebody is
 //! held: he may be the one who reads it.
 
 use std::fs;
@@ -19,8 +19,11 @@ use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_si
 
 use crate::serve::pressure::{Memory, Pressure};
 
-/// Less than this share of the RAM is hardly any.
+/// Less than this share of the RAM is hardly any, and less than so many KiB.
 const AVAILABLE_SHARE: u64 = 20;
+const AVAILABLE_KIB: u64 = 256 << 10;
+/// Who was told to stop does so when he has what he was asking for.
+const BETWEEN: Duration = Duration::from_millis(100);
 /// Nobody is held for longer, all in all.
 const LONGEST: Duration = Duration::from_secs(60);
 
@@ -28,6 +31,7 @@ const LONGEST: Duration = Duration::from_secs(60);
 pub struct Held<'p> {
     pressure: &'p Pressure,
     until: Instant,
+    not_before: Instant,
     processes: Vec<(Pid, OwnedFd)>,
     /// What there was when the last one was.
     memory: Option<Memory>,
@@ -38,25 +42,33 @@ pub struct Held<'p> {
 impl<'p> Held<'p> {
     /// None yet.
     pub fn new(pressure: &'p Pressure) -> Held<'p> {
-        Held { pressure, until: Instant::now() + LONGEST, processes: Vec::new(), memory: None, were: Vec::new() }
+        let now = Instant::now();
+        let (until, not_before) = (now + LONGEST, now);
+        Held { pressure, until, not_before, processes: Vec::new(), memory: None, were: Vec::new() }
+    }
+
+    /// Whether somebody can still be held.
+    pub fn is_over(&self) -> bool {
+        Instant::now() > self.until
     }
 
     /// Holds one more if that is needed: of those that run, the one that the kernel would end first (`/proc/PID/oom_score`), but `never`.
     pub fn look(&mut self, never: Option<Pid>) {
-        if Instant::now() > self.until {
+        if self.is_over() {
             return self.release();
         }
-        let memory = self.pressure.memory().filter(|memory| memory.is_below(AVAILABLE_SHARE));
-        let (Some(now), Some(before)) = (memory, self.memory) else {
-            if memory.is_some() {
-                self.hold_one(never, memory);
-            } else {
-                self.memory = None;
-            }
-            return;
+        let memory = self.pressure.memory().filter(|memory| is_short(*memory));
+        let is_needed = match (memory, self.memory) {
+            (Some(now), Some(before)) => now.has_shrunk_since(before),
+            (now, _) => now.is_some(),
         };
-        if now.has_shrunk_since(before) {
-            self.hold_one(never, memory);
+        if memory.is_none() {
+            self.memory = None;
+        }
+        if is_needed && Instant::now() >= self.not_before {
+            self.memory = memory;
+            self.not_before = Instant::now() + BETWEEN;
+            self.hold_one(never);
         }
     }
 
@@ -66,19 +78,15 @@ impl<'p> Held<'p> {
         mem::take(&mut self.were)
     }
 
-    fn hold_one(&mut self, never: Option<Pid>, memory: Option<Memory>) {
+    fn hold_one(&mut self, never: Option<Pid>) {
         let is_free = |pid: Pid| {
             let is_ours = pid == getpid() || Some(pid) == never;
             !is_ours && self.processes.iter().all(|(held, _)| *held != pid) && !is_stopped(pid) && !serves(pid)
         };
-        let Some(process) =
-            choose(scores(), is_free).and_then(|pid| Some((pid, pidfd_open(pid, PidfdFlags::empty()).ok()?)))
-        else {
-            return;
-        };
-        if pidfd_send_signal(&process.1, Signal::STOP).is_ok() {
-            self.processes.push(process);
-            self.memory = memory;
+        let Some(pid) = choose(scores(), is_free) else { return };
+        let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else { return };
+        if pidfd_send_signal(&process, Signal::STOP).is_ok() {
+            self.processes.push((pid, process));
         }
     }
 
@@ -95,6 +103,11 @@ impl Drop for Held<'_> {
     fn drop(&mut self) {
         self.release();
     }
+}
+
+/// Whether hardly any memory is available.
+pub fn is_short(memory: Memory) -> bool {
+    memory.is_below(AVAILABLE_SHARE) && memory.is_below_kib(AVAILABLE_KIB)
 }
 
 /// The scores of all processes.
@@ -118,13 +131,14 @@ fn is_stopped(pid: Pid) -> bool {
     state.is_none_or(|state| "TtZX".contains(state))
 }
 
-/// Whether others may wait for it.
+/// Whether others may wait for it: who has a device of FUSE's or ublk's, all of ours, and a guard.
 fn serves(pid: Pid) -> bool {
     const DEVICES: [&str; 2] = ["/dev/fuse", "/dev/ublkc"];
+    const NAMES: [&str; 2] = [env!("CARGO_BIN_NAME"), super::NAME];
     let open = fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero())).into_iter().flatten().flatten();
     let mut open = open.filter_map(|entry| fs::read_link(entry.path()).ok());
     let is_served = |name: &str| DEVICES.iter().any(|device| name.starts_with(device));
-    read(pid, "comm").is_some_and(|name| name.trim_end() == env!("CARGO_BIN_NAME"))
+    read(pid, "comm").is_some_and(|name| NAMES.contains(&name.trim_end()))
         || open.any(|name| name.to_str().is_some_and(is_served))
 }
 
