@@ -143,7 +143,7 @@ fn write_growth(out: &mut String, stats: &Stats) -> fmt::Result {
             (true, true) => "it grew faster than its pages could be written, or the files could take no more",
             (false, _) if held >= ram => "even compressed it was more than that",
             (false, _) => {
-                "it grew faster than pages could leave, uses more than that at once, or has memory that cannot leave (locked, or executable)"
+                "it grew faster than pages could leave, uses more than that at once, or has memory that cannot leave (locked, or read-only)"
             }
         };
         writeln!(out, "  over --ram by {over}: {why}. Nothing was lost.")?;

@@ -33,7 +33,7 @@ fn as_nobody_where(others: &str, script: &str) -> String {
     // Nobody may enter where the build puts it.
     copy_program(&compcache(), &place.path().join("compcache"));
     let begin = r#"
-mounted() { for _ in $(seq 100); do grep -q " $PWD/target fuse" /proc/mounts && by_rings && return; sleep 0.1; done; echo "not mounted, or otherwise than meant"; exit 1; }
+mounted() { for _ in $(seq 300); do grep -q " $PWD/target fuse" /proc/mounts && by_rings && return; sleep 0.1; done; echo "not mounted, or otherwise than meant"; exit 1; }
 by_rings() { [ -z "${COMPCACHE_TEST_BY_RINGS:-}" ] || grep -q fuse-ring /proc/$server/task/*/comm; }
 # Whatever fails, nobody is left who holds what we wait for the end of.
 trap 'kill -9 ${server:-} 2>/dev/null || true' EXIT
