@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::OsString;
-use std::fs::OpenOptions;
+use std::fs::{self, OpenOptions};
 use std::io::{self, Read, pipe};
 use std::process::{Command, ExitCode};
 
@@ -13,6 +13,7 @@ use anyhow::{Context, bail};
 use rustix::process::setsid;
 use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout, stdin};
 
+use crate::kernel::setting;
 use crate::run::{STATUS_FAILED, descriptors};
 
 /// Has what `arguments` (of this program, its name first) ask for served by another process, which finds `--background-inner` for
@@ -50,6 +51,9 @@ fn inherit_nothing() -> io::Result<()> {
     Ok(())
 }
 
+/// When memory is out the kernel looks for the largest process, and many use what this one serves. As in the units.
+const OOM_LATE: i32 = -900;
+
 /// Says that it can be used, and lets go of everything of the asker's.
 ///
 /// # Errors
@@ -58,9 +62,19 @@ pub fn begun() -> anyhow::Result<()> {
     let null = OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null")?;
     // It leads a session of its own already if a service manager started it.
     let _ = setsid();
+    be_chosen_late();
     // Who asked may be gone; it is there all the same.
     let _ = rustix::io::write(stdin(), b"\n");
     dup2_stdin(&null).context("cannot let go of the input")?;
     dup2_stdout(&null).context("cannot let go of the output")?;
     dup2_stderr(&null).context("cannot let go of the output for errors")
+}
+
+/// If we may: root, with CAP_SYS_RESOURCE. Who is to be chosen later still stays so.
+fn be_chosen_late() {
+    const SCORE: &str = "/proc/self/oom_score_adj";
+    let now = setting(SCORE).and_then(|score| score.parse::<i32>().ok());
+    if now.is_some_and(|now| now > OOM_LATE) {
+        let _ = fs::write(SCORE, OOM_LATE.to_string());
+    }
 }

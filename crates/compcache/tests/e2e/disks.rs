@@ -162,11 +162,15 @@ fn a_server_in_the_background_can_be_asked_at_once() {
     let create = ask(&socket, &["disk", "create", "--name", "d", "--size", "1M", "--transport", "nbd"]);
     // Who serves is known by the one who answers.
     let peer = UnixStream::connect(&socket).and_then(|stream| Ok(socket_peercred(stream)?)).expect("it answers").pid;
+    let late = || Command::new("sh").args(["-c", "echo -900 >/proc/self/oom_score_adj"]).stderr(Stdio::null()).status();
+    let expected = if late().expect("sh runs").success() { "-900\n" } else { "0\n" };
+    let score = fs::read_to_string(format!("/proc/{}/oom_score_adj", peer.as_raw_nonzero())).expect("it runs");
     let again = serve();
     kill_process(peer, Signal::TERM).expect("it runs");
     sample_until("it has ended", 20, || (!socket.exists()).then_some(()));
     manager.set_nonblocking(true).expect("it can be set");
     assert!(manager.recv(&mut [0; 64]).is_err(), "the service manager of who started it is told of it");
+    assert_eq!(score, expected, "who may say that it is to be ended late says so");
     assert!(create.status.success(), "{}", said(&create));
     assert!(!again.status.success() && said(&again).contains("already"), "{}", said(&again));
 }

@@ -235,6 +235,8 @@ while ! /compcache list >/dev/null 2>&1; do sleep 0.1; done
 (work /scan 100 1 --content /content); status again $?
 {off}
 kill $server; wait $server; status end $?
+/compcache serve --background --socket /run/background
+echo "score in the background: $(cat /proc/$(pidof compcache)/oom_score_adj)"
 "#,
         on = wire.on,
         off = wire.off,
@@ -242,6 +244,7 @@ kill $server; wait $server; status end $?
     let printed = run(machine(2, MEMORY_MIB / 2), &script);
     assert_ended(&printed, &["on", "again", "off", "end"].map(|name| (name, 0)));
     assert_ended(&printed, &[("gone", 0)]);
+    assert!(printed.contains("score in the background: -900"), "{printed}");
     // By the kernel for want of memory, or of a lost page.
     assert!([137, 135, 139].iter().any(|status| printed.contains(&format!("status of victim: {status}"))), "{printed}");
     // Who takes swap off may be, and another does it.
