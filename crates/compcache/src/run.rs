@@ -11,6 +11,7 @@
 //! The supervisor may be killed at any instant: the program goes on as it is, and the next `compcache run` removes what
 //! is left.
 
+mod children;
 mod elf;
 mod failure;
 mod limits;

@@ -17,6 +17,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 use serde::Serialize;
 
+use crate::run::children::max_rss_bytes;
 use crate::run::failure::say;
 use crate::run::supervise::Outcome;
 
@@ -101,6 +102,8 @@ pub struct Stats {
     pub is_zstd: bool,
     /// The program's status as a shell shows it, at the end.
     pub exit_status: Option<i32>,
+    /// At the end: the largest resident memory of one process at a time, file pages and shared memory included.
+    pub max_rss_bytes: u64,
     /// The program has ended.
     pub finished: bool,
     /// Processes that copied themselves without fork handlers and went on unpaged.
@@ -158,6 +161,7 @@ impl Stats {
             held_s: Duration::from_nanos(header.held_ns.load(Relaxed)).as_secs_f64(),
             is_zstd: header.codec.load(Relaxed) == RunCodec::Zstd as u32,
             exit_status: outcome.map(Outcome::status),
+            max_rss_bytes: if outcome.is_some() { max_rss_bytes() } else { 0 },
             finished: outcome.is_some(),
             unpaged_copies: header.unpaged_copies.load(Relaxed),
             trouble: trouble(header.trouble.load(Relaxed), header.trouble_errno.load(Relaxed)),

@@ -9,6 +9,8 @@ use crate::size::Shown;
 const NOTED_SHARE: u64 = 100;
 /// Growth by more than a tenth is more than the limit's own gap: the content did not fit.
 const GAP_SHARE: u64 = 10;
+/// So much any process has of libraries, ours among them, and of its own file.
+const FILES_BYTES: u64 = 32 << 20;
 /// To be held up for less is not worth a word.
 const HELD_NOTED_S: f64 = 0.1;
 /// As a shell shows it.
@@ -37,6 +39,7 @@ fn write_summary(out: &mut String, stats: &Stats, program: &str) -> fmt::Result 
         let copies = stats.unpaged_copies;
         writeln!(out, "  note: {copies} copies made past the C library (a bare clone) ran correctly, but unpaged.")?;
     }
+    write_uncounted(out, stats)?;
     write_kill(out, stats, program)?;
     write_growth(out, stats)
 }
@@ -109,6 +112,24 @@ fn write_screen(out: &mut String, stats: &Stats, program: &str) -> fmt::Result {
         row(out, "held up", format!("{:.1} s in all, while more memory came than could leave", stats.held_s))?;
     }
     row(out, "processes", format!("{}, each exec counted", count(stats.processes_total)))
+}
+
+/// A process that had more than the limit, and more than all that is counted.
+fn write_uncounted(out: &mut String, stats: &Stats) -> fmt::Result {
+    let limit = if stats.ram_limit_bytes != 0 { stats.ram_limit_bytes } else { stats.resident_limit_bytes };
+    let counted = limit.max(stats.total_peak_bytes);
+    if stats.max_rss_bytes <= counted + counted / GAP_SHARE + FILES_BYTES
+        || stats.trouble.is_some()
+        || stats.unpaged_copies != 0
+    {
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "  note: one process had {} at a time: it ran unpaged (a static or set-user-ID program, or one with another environment), or much of that \
+         was files and shared memory; neither is counted.",
+        Shown(stats.max_rss_bytes)
+    )
 }
 
 /// Whoever sends SIGKILL does not say why; the kernel may have, for lack of memory.
@@ -305,6 +326,17 @@ mod tests {
     fn a_program_that_fits_gets_one_line() {
         let text = render(&Stats { evicted_pages: 0, total_peak_bytes: 90 * MIB, ..stats() }, "sort");
         assert_eq!(text, "compcache: sort needed 90.0 MiB of --ram 512.0 MiB: nothing was compressed.\n");
+    }
+
+    #[test]
+    fn a_process_that_had_more_than_is_counted_is_told_of() {
+        let text = |max_rss_bytes| render(&Stats { max_rss_bytes, ..stats() }, "sort");
+        assert!(text(900 * MIB).contains("one process had 900.0 MiB at a time"), "{}", text(900 * MIB));
+        assert!(!text(590 * MIB).contains("at a time"));
+        let grown = Stats { max_rss_bytes: 720 * MIB, total_peak_bytes: 700 * MIB, ..stats() };
+        assert!(!render(&grown, "sort").contains("at a time"), "it is counted");
+        let paged_not = Stats { max_rss_bytes: 900 * MIB, unpaged_copies: 1, ..stats() };
+        assert!(!render(&paged_not, "sort").contains("at a time"), "the reason is told");
     }
 
     #[test]

@@ -419,6 +419,19 @@ fn a_run_within_a_run_works() {
 }
 
 #[test]
+fn a_child_that_runs_unpaged_works_and_is_told_of() {
+    let _shared = beside_others();
+    let holds = trap_program("holds").display().to_string();
+    for (script, is_told) in [(format!("env -i {holds} 120 0"), true), (format!("{holds} 120 0"), false)] {
+        let output = run(&["--ram", "24M", "sh", "-c", &script]);
+        assert!(output.status.success(), "{}", said(&output));
+        assert!(String::from_utf8_lossy(&output.stdout).ends_with("right\n"), "{}", said(&output));
+        assert_eq!(said(&output).contains("note: one process had 12"), is_told, "{}", said(&output));
+        assert_eq!(said(&output).contains("note: one process had"), is_told, "{}", said(&output));
+    }
+}
+
+#[test]
 fn an_object_of_another_version_is_refused_before_the_program_starts() {
     let mut command = Command::new(compcache());
     // Any other file of the kind knows no version at all.
