@@ -137,7 +137,7 @@ const MOUNT_SIZE_NOTE: &str = "SIZE is a number of bytes, or one with K, M, G or
                                machine's RAM, or of the memory cgroup's limit where the mount is served if that is lower.";
 
 const NOTES: &str = "SIZE is a number of bytes, or one with K, M, G or T (powers of 1024; 512M, 1.5G, 64MiB), \
-                     or a share of the machine's RAM (10%).\n\n\
+                     or a share (10%) of the machine's RAM, or of the memory cgroup's limit if that is lower.\n\n\
                      COMPCACHE_PRELOAD in the environment names the object to preload, if it is not beside the \
                      executable or in ../lib/compcache.";
 

@@ -54,6 +54,9 @@ fn supervised(args: RunArgs) -> Result<Outcome, Failure> {
     let signals = Signals::new().context("cannot catch signals")?;
     let limits = Limits::choose(args.ram, args.resident)?;
     let ready = preflight::check(&args)?;
+    if let Some(warning) = limits.warning().filter(|_| !args.quiet) {
+        say(&warning);
+    }
     let spill = SpillPlace::choose(args.spill.as_deref(), args.spill_max, &limits, args.quiet)?;
     let stats = args.stats.as_deref().map(StatsFile::create).transpose()?;
     let recompress = Recompress { level: args.recompress.0, after: Duration::from_secs_f64(args.recompress_after) };
