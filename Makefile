@@ -46,6 +46,7 @@ test: build
 	exit $$status
 
 bench: bench-build
+	$(RELEASE)/compcache-bench store
 	$(RELEASE)/compcache-bench scan
 	$(RELEASE)/compcache-bench hotcold
 	$(RELEASE)/compcache-bench latency

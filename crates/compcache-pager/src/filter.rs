@@ -35,6 +35,7 @@ const CALLS: &[(u32, &[(usize, u32)])] = &[
     (uapi::__NR_ioctl, &[(1, codes::UFFDIO_REGISTER)]),
     (uapi::__NR_ioctl, &[(1, codes::UFFDIO_UNREGISTER)]),
     (uapi::__NR_ioctl, &[(1, UFFDIO_POISON)]),
+    (uapi::__NR_ioctl, &[(1, codes::UFFDIO_WRITEPROTECT)]),
     (uapi::__NR_ioctl, &[(1, PAGEMAP_SCAN)]),
     (uapi::__NR_ioctl, &[(1, PROCMAP_QUERY)]),
     (uapi::__NR_futex, &[(1, uapi::FUTEX_WAIT | uapi::FUTEX_PRIVATE_FLAG)]),

@@ -15,14 +15,11 @@ use rustix::thread::{CapabilitySet, capabilities};
 use serde::Serialize;
 
 use crate::cgroup;
-use crate::cli::DoctorArgs;
+use crate::cli::{DoctorArgs, Evict};
 use crate::disk::ended;
 use crate::kernel::{self, pagemap_scan, userfaultfd};
 use crate::run;
 use crate::size::Shown;
-
-/// The oldest kernel with a way to move pages out of a program that runs (MREMAP_DONTUNMAP).
-const OLDEST_KERNEL: (u32, u32) = (5, 7);
 
 /// What is known of this machine.
 #[derive(Serialize)]
@@ -142,7 +139,7 @@ impl Facts {
             loop_control: device("/dev/loop-control"),
             nbd: node("/dev/nbd0"),
             preload_object: object,
-            run: run_works(&kernel, uffd, lacking),
+            run: run_works(uffd, lacking),
             disk: disk_works(rights, &found),
             swap: swap_works(disk_works(rights, &found), rights, found.swap_tools),
             mount: mount_works(rights, found.fuse, found.fusermount),
@@ -256,23 +253,14 @@ fn mount_works(rights: Rights, fuse: Device, fusermount: bool) -> Way {
     Way { works: why.is_none(), why }
 }
 
-fn run_works(
-    kernel: &str,
-    uffd: Result<userfaultfd::Granted, userfaultfd::Refused>,
-    lacking: Option<anyhow::Error>,
-) -> Way {
+fn run_works(uffd: Result<userfaultfd::Granted, userfaultfd::Refused>, lacking: Option<anyhow::Error>) -> Way {
     let granted = match uffd {
         Ok(granted) => granted,
         Err(refused) => return Way { works: false, why: Some(run::explain_refusal(&refused)) },
     };
-    let old = kernel::version(kernel).is_some_and(|version| version < OLDEST_KERNEL);
-    let why = if old || !granted.features.events() {
-        Some("the kernel is too old: Linux 5.7 or newer is needed".to_owned())
-    } else {
-        lacking.map(|error| format!("{error:#}"))
-    };
-    if why.is_some() {
-        return Way { works: false, why };
+    // As the program's start decides.
+    if let Some(error) = run::eviction_way(Evict::Auto, granted.features).err().or(lacking) {
+        return Way { works: false, why: Some(format!("{error:#}")) };
     }
     let mut notes = Vec::new();
     if !granted.features.moves() {

@@ -30,7 +30,7 @@ use std::time::Duration;
 use anyhow::Context;
 
 pub use failure::{STATUS_FAILED, say, why};
-pub use preflight::{explain as explain_refusal, find_object, rehearse};
+pub use preflight::{eviction_way, explain as explain_refusal, find_object, rehearse};
 pub use signals::{descriptors, die_by, was_ignored};
 
 use crate::cli::{Recompress, RunArgs};

@@ -113,7 +113,7 @@ fn ld_preload(object: &Path, before: Option<&OsStr>) -> anyhow::Result<OsString>
 }
 
 /// The way pages leave, or why the one asked for does not exist here.
-fn eviction_way(asked: Evict, features: Features) -> anyhow::Result<EvictionWay> {
+pub fn eviction_way(asked: Evict, features: Features) -> anyhow::Result<EvictionWay> {
     if !features.events() {
         bail!("this kernel's userfaultfd does not report munmap, mremap and madvise; Linux 5.7 or newer is needed");
     }
