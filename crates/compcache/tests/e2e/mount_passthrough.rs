@@ -35,7 +35,7 @@ fn all_of_this_holds_where_the_kernel_passes_what_is_written() {
     }
     // Without room, who stores through a mapping is told by a signal, as below.
     let but = ["what_there_is_no_room_for_below_is_not_said_to_be_synced", "all_of_this"];
-    run_again_with(&["mount_posix", "mount_below"], &but, &["--passthrough=writable"]);
+    run_again_with(&["mount_posix", "mount_below", "mount_clients"], &but, &["--passthrough=writable"]);
 }
 
 #[test]

@@ -16,7 +16,7 @@ const MOUNT: [&str; 4] = ["--memory", "16M", "--exclusive", "--writeback-cache"]
 fn all_of_this_holds_where_the_kernel_writes_back() {
     // There all of a file is data ([S158]); and what nobody else may change is changed behind the mount.
     let but = ["holes_allocation_and_copies_are_as_below", "what_was_read_before_the_end_of_a_write_behind"];
-    run_again_with(&["mount_posix", "mount_below"], &but, &MOUNT[2..]);
+    run_again_with(&["mount_posix", "mount_below", "mount_clients"], &but, &MOUNT[2..]);
 }
 
 /// Bytes that the server has written, to whatever it was.
