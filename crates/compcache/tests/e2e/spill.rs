@@ -7,6 +7,7 @@ use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
@@ -197,11 +198,14 @@ fn pages_that_could_not_be_read_ahead_are_read_when_the_disk_is_well_again() {
         running.await_output("ready\n");
         let path = file_of(running.pids_named("spills")[0], place.path()).expect("it has a file");
         let file = OpenOptions::new().read(true).write(true).open(path).expect("the file can be opened again");
+        nothing_more_leaves(&running);
         let mut whole = vec![0; file.metadata().unwrap().len() as usize];
         file.read_exact_at(&mut whole, 0).unwrap();
         file.set_len(0).unwrap();
         running.write_input(b"again\n");
         running.await_output("lost ");
+        // What would be written between a look at a block and its old contents would be lost.
+        nothing_more_leaves(&running);
         // What it has written since stays.
         file.set_len(whole.len() as u64).unwrap();
         let mut block = [0; 4096];
@@ -219,6 +223,19 @@ fn pages_that_could_not_be_read_ahead_are_read_when_the_disk_is_well_again() {
         assert!(lost.is_some_and(|lost| lost > 6), "{way:?}: {}", outcome.explain());
         assert!(text.ends_with("later 0\nspills: right\n"), "{way:?}: {}", outcome.explain());
     }
+}
+
+/// Waits until the program has written nothing for some seconds.
+fn nothing_more_leaves(running: &Running) {
+    let written = || running.stats_now().and_then(|stats| stats["spill_written_pages"].as_u64());
+    let mut last = (written(), Instant::now());
+    sample_until("no page leaves", 60, || {
+        let now = written();
+        if now != last.0 {
+            last = (now, Instant::now());
+        }
+        (now.is_some() && last.1.elapsed() > Duration::from_secs(3)).then_some(())
+    });
 }
 
 /// A file system of 16 MiB, until dropped.
