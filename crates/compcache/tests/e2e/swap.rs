@@ -236,7 +236,7 @@ while ! /compcache list >/dev/null 2>&1; do sleep 0.1; done
 {off}
 kill $server; wait $server; status end $?
 /compcache serve --background --socket /run/background
-echo "score in the background: $(cat /proc/$(pidof compcache)/oom_score_adj)"
+for process in $(pidof compcache); do echo "score in the background: $(cat /proc/$process/oom_score_adj)"; done
 "#,
         on = wire.on,
         off = wire.off,
