@@ -35,7 +35,7 @@ pub const WINDOW: Duration = Duration::from_secs(3);
 /// Of a window, what nobody got anything done in.
 const STALLED: Duration = Duration::from_millis(1200);
 /// Less than this share of the RAM is hardly any.
-const AVAILABLE_SHARE: u64 = 20;
+pub const AVAILABLE_SHARE: u64 = 20;
 /// So many windows in a row, where the kernel does not say how long anybody waited.
 const WINDOWS_WITHOUT_PSI: u32 = 4;
 

@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_signal};
 
+use crate::serve::overload::AVAILABLE_SHARE;
 use crate::serve::pressure::{Memory, Pressure};
 
-/// Less than this share of the RAM is hardly any, and less than so many KiB.
-const AVAILABLE_SHARE: u64 = 20;
+/// Hardly any is less than so many KiB, too.
 const AVAILABLE_KIB: u64 = 256 << 10;
 /// Who was told to stop does so when he has what he was asking for.
 const BETWEEN: Duration = Duration::from_millis(100);
@@ -47,7 +47,7 @@ impl<'p> Held<'p> {
         Held { pressure, until, not_before, processes: Vec::new(), memory: None, were: Vec::new() }
     }
 
-    /// Whether somebody can still be held.
+    /// Whether nobody is held any more, whatever memory there is.
     pub fn is_over(&self) -> bool {
         Instant::now() > self.until
     }
