@@ -5,7 +5,7 @@ mod mix;
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, RwLockReadGuard};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -96,6 +96,15 @@ impl Swap {
         let [guard] = children[..] else { panic!("the server has {children:?}") };
         assert_eq!(status(guard, "Name").as_deref(), Some("swap-guard"));
         guard
+    }
+}
+
+/// A device that swap is off when this is dropped.
+struct Off(String);
+
+impl Drop for Off {
+    fn drop(&mut self) {
+        let _ = Command::new("swapoff").arg(&self.0).stderr(Stdio::null()).status();
     }
 }
 
@@ -245,7 +254,7 @@ fn swap_of_a_server_that_is_killed_is_taken_off_and_of_no_other() {
     let on = ["swap", "on", "--size", "64M", "--transport", "loop", "--unprotected"];
     let stays = Swap::of(Server::start(&[]), &on);
     let mut killed = Swap::of(Server::start(&[]), &on);
-    let second = killed.server.ok(&on).split_whitespace().nth(1).expect("a device").to_owned();
+    let second = Off(killed.server.ok(&on).split_whitespace().nth(1).expect("a device").to_owned());
     assert_eq!(killed.used_bytes(), Some(0), "this machine swaps: somebody would die with the server");
     let guard = killed.guard();
     // It lives as long as the server, and whatever the two are asked.
@@ -265,7 +274,7 @@ fn swap_of_a_server_that_is_killed_is_taken_off_and_of_no_other() {
 
     killed.server.signal("-KILL");
     let is_on = |device: &str| fs::read_to_string("/proc/swaps").unwrap().contains(&format!("{device} "));
-    until("is swap off", || killed.used_bytes().is_none() && !is_on(&second));
+    until("is swap off", || killed.used_bytes().is_none() && !is_on(&second.0));
     until("has who took it off ended", || has_ended(guard));
     killed.server.hears(&format!("swap was taken off {}", killed.device));
     assert_eq!(stays.used_bytes(), Some(0));
