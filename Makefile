@@ -8,7 +8,7 @@ TARGET    := $(abspath $(or $(CARGO_TARGET_DIR),target))
 RELEASE   := $(TARGET)/release
 WORKSPACE := --workspace --exclude compcache-preload
 
-.PHONY: all build bench-build demo test-build test bench check ci install man clean
+.PHONY: all build bench-build demo test-build test bench suites check ci install man clean
 
 all: build
 
@@ -65,6 +65,10 @@ bench: bench-build
 	$(RELEASE)/compcache-bench limits
 	$(RELEASE)/compcache-bench scan --content python --order sequential,random --sides zram:lz4,swap:lz4
 	$(RELEASE)/compcache-bench --runs 3 emulated
+
+# What others wrote about file systems, on mounts and below them. For root.
+suites: build
+	.ci/suites
 
 check:
 	$(CARGO) fmt --all --check
