@@ -62,6 +62,7 @@ bench: bench-build
 	$(RELEASE)/compcache-bench iozone --content real
 	$(RELEASE)/compcache-bench iozone --disk throttled
 	$(RELEASE)/compcache-bench files
+	$(RELEASE)/compcache-bench fits
 	$(RELEASE)/compcache-bench limits
 	$(RELEASE)/compcache-bench scan --content python --order sequential,random --sides zram:lz4,swap:lz4
 	$(RELEASE)/compcache-bench --runs 3 emulated

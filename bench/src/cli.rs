@@ -16,7 +16,7 @@ use crate::session::{self, Session};
 use crate::side::Bench;
 use crate::table::mib;
 use crate::{
-    apps, dd, disk, disk_memory, emulated, files, hotcold, iozone, latency, limits, plot, programs, record, scan,
+    apps, dd, disk, disk_memory, emulated, files, fits, hotcold, iozone, latency, limits, plot, programs, record, scan,
     store, swap_latency, sweep, tiers, writeback,
 };
 
@@ -74,6 +74,8 @@ enum Command {
     Iozone(iozone::Options),
     /// Many small files, unpacked, listed, compared, read and removed, with and without a mount.
     Files(files::Options),
+    /// What compcache costs where everything fits: programs under a limit above their need, reads of what is in the page cache.
+    Fits(fits::Options),
     /// What the limit of one pool of the compressed page cache is worth, from 1 to 50 % of the file.
     Limits(limits::Options),
     /// Pages leaving memory for a file, and read back from there, beside fio on the same file.
@@ -155,6 +157,7 @@ pub fn run() -> Result<u8> {
         Command::Tiers(options) => tiers::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Iozone(options) => iozone::run(&begin()?, options, cli.quick, cli.runs, record)?,
         Command::Files(options) => files::run(&begin()?, options, cli.quick, rounds, record)?,
+        Command::Fits(options) => fits::run(&begin()?, options, cli.quick, cli.runs, record)?,
         Command::Limits(options) => limits::run(&begin()?, options, cli.quick, cli.runs, record)?,
         Command::Writeback(options) => writeback::run(&begin()?, options, cli.quick, rounds, record)?,
         Command::Sweep(options) => sweep::run(&begin()?, options, cli.quick, rounds, record)?,
@@ -265,6 +268,8 @@ mod tests {
             ("programs --part", "1", "0"),
             ("apps --part", "2", "0"),
             ("dd --blocks", "64,4096", "64,0"),
+            ("fits --times", "4", "1"),
+            ("fits --passes", "1", "0"),
             ("baseline --ram 64M --pin", "1023 -- true", "1024 -- true"),
         ] {
             let parses = |rest: &str| parses(format!("compcache-bench {command} {rest}").split(' '));

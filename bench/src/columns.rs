@@ -154,6 +154,8 @@ pub struct Answer {
     pub bytes: u64,
     /// Seconds that reading or writing took: neither opening, nor flushing, nor checking is in it.
     pub seconds: f64,
+    /// Seconds of CPU that this took the worker; none where each record is timed by itself.
+    pub cpu_s: Option<f64>,
     /// Seconds that the flush afterwards took (fsync, msync), which IOzone does not count either.
     pub flush_s: f64,
 }

@@ -158,16 +158,26 @@ impl Plan {
         for &keeper in &plan.keepers {
             plan.memory.client_bytes(keeper)?;
         }
-        let is_bad = |bytes: &&u64| {
-            **bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES as u64) || !plan.file_bytes.is_multiple_of(**bytes)
-        };
-        if let Some(bytes) = plan.record_sizes.iter().find(is_bad) {
-            bail!("a file of {} MiB has no whole number of records of {} KiB", plan.file_bytes >> 20, bytes >> 10);
-        }
+        check_records(plan.file_bytes, &plan.record_sizes)?;
         if plan.keepers.is_empty() {
             bail!("name a side at least");
         }
         Ok(plan)
+    }
+}
+
+/// Fails unless a file of so many bytes has a whole number of records of each size, which are whole pages.
+///
+/// # Errors
+/// It has not.
+pub fn check_records(file_bytes: u64, record_sizes: &[u64]) -> Result<()> {
+    let is_bad =
+        |bytes: &&u64| **bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES as u64) || !file_bytes.is_multiple_of(**bytes);
+    match record_sizes.iter().find(is_bad) {
+        Some(bytes) => {
+            bail!("a file of {} MiB has no whole number of records of {} KiB", file_bytes >> 20, bytes >> 10)
+        }
+        None => Ok(()),
     }
 }
 
@@ -283,7 +293,8 @@ impl Turn<'_> {
             false => Failure::NotHere(error),
         })?;
         let bytes = (self.plan.file_bytes, self.record_bytes);
-        let client = Client::start(self.disk, &standing, self.through, bytes, &self.image.path, self.bench.patience());
+        let (image, patience) = (&self.image.path, self.bench.patience());
+        let client = Client::start(self.disk, &standing, self.through, bytes, image, &[], patience);
         let mut client = client.map_err(Failure::Broken)?;
         for column in Column::ALL {
             let (answer, cost) = client.ask(column).map_err(Failure::Broken)?;
@@ -309,6 +320,14 @@ mod tests {
         assert_eq!("half".parse(), Ok(Share(50)));
         for word in ["", "0%", "100%", "10", "64M"] {
             assert!(word.parse::<Share>().is_err(), "{word}");
+        }
+    }
+
+    #[test]
+    fn records_are_whole_pages_and_whole_in_number() {
+        assert!(check_records(16 << 20, &[4 << 10, 1 << 20, 16 << 20]).is_ok());
+        for bytes in [0, 512, 6 << 10, 12 << 10, 32 << 20] {
+            assert!(check_records(16 << 20, &[4 << 10, bytes]).is_err(), "{bytes}");
         }
     }
 }

@@ -12,16 +12,15 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use compcache_testkit::PAGE_BYTES;
 use compcache_worker::columns::{Column, Through};
 use serde_json::json;
 
 use crate::baseline::loop_device::Throttle;
 use crate::compare::turns;
-use crate::iozone::Speed;
 use crate::iozone::client::{Client, Cost};
 use crate::iozone::image::{Holds, Image};
 use crate::iozone::place::{self, Disk, Keeper, Memory};
+use crate::iozone::{Speed, check_records};
 use crate::ours;
 use crate::record::Record;
 use crate::side::Bench;
@@ -93,16 +92,7 @@ impl Plan {
             client_bytes: file_bytes / if quick { CLIENT_PARTS_QUICK } else { CLIENT_PARTS },
             spare_bytes: Memory::spare_bytes(quick),
         };
-        if plan.record_bytes == 0
-            || !plan.record_bytes.is_multiple_of(PAGE_BYTES as u64)
-            || !plan.file_bytes.is_multiple_of(plan.record_bytes)
-        {
-            bail!(
-                "a file of {} MiB has no whole number of records of {} KiB",
-                plan.file_bytes >> 20,
-                options.record_size
-            );
-        }
+        check_records(plan.file_bytes, &[plan.record_bytes])?;
         if plan.keepers.len() == 1 || plan.keepers[1..].contains(&Keeper::Plain) {
             bail!("name sides of ours: plain is there anyway");
         }
@@ -207,8 +197,8 @@ impl Turn<'_> {
             }
         };
         let bytes = (self.plan.file_bytes, self.plan.record_bytes);
-        let patience = self.bench.patience();
-        let mut client = Client::start(self.disk, &standing, Through::ReadWrite, bytes, &self.image.path, patience)?;
+        let (image, patience) = (&self.image.path, self.bench.patience());
+        let mut client = Client::start(self.disk, &standing, Through::ReadWrite, bytes, image, &[], patience)?;
         client.ask(Column::Write)?;
         let mut cells = Vec::new();
         for order in ORDERS {

@@ -15,6 +15,7 @@ mod disk;
 mod disk_memory;
 mod emulated;
 mod files;
+mod fits;
 mod hotcold;
 mod iozone;
 mod laps;

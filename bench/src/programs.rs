@@ -88,25 +88,55 @@ pub fn run(bench: &Bench, options: &Options, quick: bool, rounds: usize, record:
 }
 
 fn compare_all(comparison: &mut Comparison<'_>, options: &Options, sides: &[Side], much: Much) -> Result<()> {
-    let mut targets = Vec::new();
-    for program in inputs::make_all(comparison.bench.session().directory(), much, &options.only)? {
-        if let Some(lacking) = program.lacks() {
-            println!("\n{}: not here: {lacking:?} is not installed", program.name);
-            continue;
-        }
-        targets.push(compare(comparison, &program, sides, options.part)?);
-    }
-    if targets.is_empty() {
-        bail!("no program to run: install python3, g++, sqlite3, nodejs or a JDK");
-    }
+    let cap_bytes = |peak_bytes: u64| peak_bytes / options.part;
+    let targets = compare(comparison, &options.only, much, sides, cap_bytes, |name, answers| Target {
+        about: format!("{name}, times faster than zram:lz4"),
+        measured: answers.ratio_of("zram:lz4", "ours:lz4", wall_s),
+        bound: 1.0,
+        at_least: true,
+        unit: "x",
+    })?;
     print_targets(&targets);
     Ok(())
 }
 
-fn compare(comparison: &mut Comparison<'_>, program: &Program, sides: &[Side], part: u64) -> Result<Target> {
+/// Runs those of the programs called `names` that are installed, under the cap that `cap_bytes` makes of a program's peak, and prints what
+/// that took on each side. Returns what `wanted` makes of each one's answers.
+///
+/// # Errors
+/// No program has such a name, none is installed, or one fails without a cap.
+pub fn compare(
+    comparison: &mut Comparison<'_>,
+    names: &[String],
+    much: Much,
+    sides: &[Side],
+    cap_bytes: impl Fn(u64) -> u64,
+    wanted: impl Fn(&str, &Answers) -> Target,
+) -> Result<Vec<Target>> {
+    let mut targets = Vec::new();
+    for program in inputs::make_all(comparison.bench.session().directory(), much, names)? {
+        if let Some(lacking) = program.lacks() {
+            println!("\n{}: not here: {lacking:?} is not installed", program.name);
+            continue;
+        }
+        let answers = compare_one(comparison, &program, sides, &cap_bytes)?;
+        targets.push(wanted(program.name, &answers));
+    }
+    if targets.is_empty() {
+        bail!("no program to run: install python3, g++, sqlite3, nodejs or a JDK");
+    }
+    Ok(targets)
+}
+
+fn compare_one(
+    comparison: &mut Comparison<'_>,
+    program: &Program,
+    sides: &[Side],
+    cap_bytes: impl Fn(u64) -> u64,
+) -> Result<Answers> {
     let reference = comparison.bench.session().directory().join(format!("{}.out", program.name));
     let (alone, job) = program.alone(comparison.bench, &reference)?;
-    let cap_bytes = alone.peak.resident_bytes / part / 4096 * 4096;
+    let cap_bytes = cap_bytes(alone.peak.resident_bytes) / 4096 * 4096;
     let output_bytes = reference.metadata()?.len();
     let (peak, cap, output) = (mib(alone.peak.resident_bytes), mib(cap_bytes), mib(output_bytes));
     println!(
@@ -118,16 +148,11 @@ fn compare(comparison: &mut Comparison<'_>, program: &Program, sides: &[Side], p
     let table = print(&answers);
     comparison.record.summary(json!({"question": question, "table": table}));
     std::fs::remove_file(reference)?;
-    Ok(Target {
-        about: format!("{}, times faster than zram:lz4", program.name),
-        measured: answers.ratio_of("zram:lz4", "ours:lz4", wall_s),
-        bound: 1.0,
-        at_least: true,
-        unit: "x",
-    })
+    Ok(answers)
 }
 
-fn wall_s(run: &SideRun) -> Option<f64> {
+/// Seconds by the clock.
+pub fn wall_s(run: &SideRun) -> Option<f64> {
     Some(run.outcome.wall_s)
 }
 
@@ -160,8 +185,8 @@ fn print(answers: &Answers) -> Value {
             side.to_string(),
             cell(answers.spread(nth, wall_s)),
             cell(answers.spread(nth, cpu_s)),
-            cell(wall),
-            cell(cpu),
+            cell(wall.map(|spread| format!("{spread:.3}"))),
+            cell(cpu.map(|spread| format!("{spread:.3}"))),
             bytes(|run| Some(run.resident_bytes() as f64)),
             bytes(|run| Some(run.held_bytes() as f64)),
             bytes(|run| Some(run.total_bytes() as f64)),

@@ -22,7 +22,9 @@ use crate::session::Session;
 pub enum Side {
     /// `compcache run` with this codec.
     Ours(String),
-    /// `compcache run --ram ... --spill` with this codec, the file on a disk of this speed. The cap is one on all memory, ours too.
+    /// `compcache run --ram` with this codec. The cap is one on all memory, ours too.
+    Run(String),
+    /// `compcache run --ram ... --spill` with this codec, the file on a disk of this speed. The cap is as that of [`Side::Run`].
     Spill(String, Speed),
     /// The kernel under a memory control group.
     Kernel(SwapPath),
@@ -36,13 +38,14 @@ impl FromStr for Side {
     fn from_str(word: &str) -> Result<Side, String> {
         match word.split_once(':').unwrap_or((word, "lz4")) {
             ("ours", codec) => Ok(Side::Ours(codec.to_owned())),
+            ("run", codec) => Ok(Side::Run(codec.to_owned())),
             ("spill", codec) => Ok(Side::Spill(codec.to_owned(), Speed::Full)),
             ("spill-2009", codec) => Ok(Side::Spill(codec.to_owned(), Speed::Of2009)),
             ("uncapped", "lz4") => Ok(Side::Uncapped),
             _ => word
                 .parse()
                 .map(Side::Kernel)
-                .map_err(|error| format!("{error}, ours[:CODEC], spill[-2009][:CODEC], uncapped")),
+                .map_err(|error| format!("{error}, ours[:CODEC], run[:CODEC], spill[-2009][:CODEC], uncapped")),
         }
     }
 }
@@ -51,6 +54,7 @@ impl fmt::Display for Side {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Side::Ours(codec) => f.pad(&format!("ours:{codec}")),
+            Side::Run(codec) => f.pad(&format!("run:{codec}")),
             Side::Spill(codec, speed) => f.pad(&format!("spill{}:{codec}", speed.suffix())),
             Side::Kernel(path) => path.fmt(f),
             Side::Uncapped => f.pad("uncapped"),
@@ -62,7 +66,7 @@ impl Side {
     /// Whether compcache is in it: it runs the program, or keeps what is swapped.
     pub fn is_ours(&self) -> bool {
         match self {
-            Side::Ours(_) | Side::Spill(..) => true,
+            Side::Ours(_) | Side::Run(_) | Side::Spill(..) => true,
             Side::Kernel(path) => path.is_ours(),
             Side::Uncapped => false,
         }
@@ -127,6 +131,11 @@ impl SideRun {
         (seen > told + told / 10).then_some((told, seen))
     }
 
+    /// The pages that ours had leave the program.
+    pub fn evicted_pages(&self) -> Option<u64> {
+        self.statistic("evicted_pages")
+    }
+
     fn statistic(&self, name: &str) -> Option<u64> {
         self.stats.as_ref()?[name].as_u64()
     }
@@ -173,6 +182,10 @@ impl Bench {
             Side::Ours(codec) => {
                 let place = Baseline::counting(&self.session);
                 self.run_ours(&["--resident".into(), cap_bytes.to_string().into()], codec, job, &place)
+            }
+            Side::Run(codec) => {
+                let place = Baseline::counting(&self.session);
+                self.run_ours(&["--ram".into(), cap_bytes.to_string().into()], codec, job, &place)
             }
             Side::Spill(codec, speed) => {
                 let (place, directory) = Baseline::spilling(&self.session, *speed)?;

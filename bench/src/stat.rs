@@ -62,6 +62,12 @@ impl Target {
         let median = self.measured?.median;
         Some(if self.at_least { median >= self.bound } else { median <= self.bound })
     }
+
+    /// How many digits behind the point tell what was measured from the bound: one more than that has, and two at least.
+    fn digits(&self) -> usize {
+        let bound = self.bound.to_string();
+        bound.split_once('.').map_or(2, |(_, behind)| (behind.len() + 1).max(2))
+    }
 }
 
 impl fmt::Display for Target {
@@ -74,7 +80,7 @@ impl fmt::Display for Target {
         let sign = if self.at_least { ">=" } else { "<=" };
         write!(f, "  {word}  {}: wanted {sign} {} {}", self.about, self.bound, self.unit)?;
         match &self.measured {
-            Some(spread) => write!(f, ", measured {spread}"),
+            Some(spread) => write!(f, ", measured {spread:.*}", self.digits()),
             None => Ok(()),
         }
     }
@@ -111,5 +117,16 @@ mod tests {
         assert_eq!(target(true).met(), Some(true));
         assert_eq!(target(false).met(), Some(false));
         assert!(target(false).to_string().contains("MISSED"));
+    }
+
+    #[test]
+    fn what_misses_its_bound_by_little_does_not_look_like_it() {
+        let shown = |bound, median| {
+            let measured = Spread::of([median]);
+            Target { about: String::new(), measured, bound, at_least: false, unit: "x" }.to_string()
+        };
+        assert!(shown(1.02, 1.0214).ends_with("wanted <= 1.02 x, measured 1.021 [1.021..1.021]"));
+        assert!(shown(4.0, 4.25).ends_with("wanted <= 4 x, measured 4.25 [4.25..4.25]"));
+        assert!(shown(1.1, 1.25).ends_with("measured 1.25 [1.25..1.25]"));
     }
 }

@@ -94,7 +94,7 @@ impl Lap {
 }
 
 /// CPU seconds of this process so far, user and kernel.
-fn cpu_s() -> (f64, f64) {
+pub fn cpu_s() -> (f64, f64) {
     // SAFETY: a `rusage` of zeroes is a valid value, and getrusage(2) writes one where the pointer says.
     let usage = unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();

@@ -48,12 +48,13 @@ fn a_scenario_in_which_ours_does_not_start_fails() {
     fs::create_dir(&tree).unwrap();
     fs::write(tree.join("file"), "content").unwrap();
     let scan = [&SCAN[..], &["--sides", "zram:lzo-rle,swap:lz4"]].concat();
-    let all: [&[&str]; 5] = [
+    let all: [&[&str]; 6] = [
         &scan,
         &["swap-latency", "--content", "same", "--sides", "zram:lzo-rle,swap:lz4"],
         &["disk-memory", "--sides", "zram:lzo-rle,ours", "--tree", tree.to_str().unwrap()],
         &["iozone", "--sides", "plain,mount", "--through", "mmap", "--record-sizes", "4096"],
         &["limits", "--content", "iozone", "--sides", "mount", "--percent", "50"],
+        &["fits", "--questions", "reads", "--content", "iozone"],
     ];
     for arguments in all {
         let (succeeded, said) = bench(&compcache, arguments);

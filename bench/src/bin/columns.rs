@@ -3,8 +3,12 @@
 //! Whoever starts it writes the name of a column to its standard input and reads the answer, so that he can look at the rest of the machine in
 //! between. Timed is reading or writing alone, record by record: what is written is made before, what was read is checked after. Each column opens the
 //! file anew, and flushes what it wrote before it answers, which is timed apart.
+//!
+//! Where a record takes less than a microsecond, so would looking at the clock, and bytes that are compared displace others from the processor's
+//! caches: `--whole` times a column that reads from end to end, and checks by reading a second time.
 
 use std::fs::{self, File, OpenOptions};
+use std::hint::black_box;
 use std::io::{self, BufRead};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
@@ -13,9 +17,9 @@ use std::ptr;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use compcache_worker::PAGE_BYTES;
 use compcache_worker::columns::{Answer, Column, Through};
 use compcache_worker::pattern::Pattern;
+use compcache_worker::{PAGE_BYTES, cpu_s};
 
 /// Read and write a file in the nine ways of IOzone, and check every byte.
 #[derive(Parser)]
@@ -32,6 +36,12 @@ struct Options {
     /// The pages that are written.
     #[arg(long)]
     image: PathBuf,
+    /// A column that reads is timed from its first record to its last, and what it read is then checked by reading it again.
+    #[arg(long)]
+    whole: bool,
+    /// The file stays at the end, and may be there at the beginning: as one `write` leaves it.
+    #[arg(long)]
+    stays: bool,
 }
 
 fn main() {
@@ -52,13 +62,16 @@ fn run(options: &Options) -> Result<(), Box<dyn std::error::Error>> {
         options,
         pattern: Pattern::open(&options.image)?,
         buffer: vec![0; options.record_bytes],
-        generation: 0,
+        generation: u32::from(options.stays && options.directory.join("file").exists()),
         passes: 0,
         took: Duration::ZERO,
     };
     for line in io::stdin().lock().lines() {
         let answer = worker.column(line?.parse()?)?;
         println!("{}", serde_json::to_string(&answer)?);
+    }
+    if options.stays {
+        return Ok(());
     }
     for name in ["file", "record"] {
         match fs::remove_file(options.directory.join(name)) {
@@ -104,6 +117,10 @@ impl Worker<'_> {
         self.took = Duration::ZERO;
         let order = column.order((bytes / self.options.record_bytes as u64) as u32, self.passes);
         self.passes += 1;
+        let whole = match self.options.whole && !column.writes() {
+            true => Some(self.read_all(&target, &order)?),
+            false => None,
+        };
         for (turn, record) in (1..).zip(order) {
             match column {
                 Column::RecordRewrite => self.write(&target, record, turn)?,
@@ -111,14 +128,15 @@ impl Worker<'_> {
                 _ => self.read(&target, record, self.generation)?,
             }
         }
-        let seconds = self.took.as_secs_f64();
+        let (took, cpu_s) = whole.map_or((self.took, None), |(took, cpu_s)| (took, Some(cpu_s)));
+        let seconds = took.as_secs_f64();
         let started = Instant::now();
         target.flush(&file)?;
         let flush_s = started.elapsed().as_secs_f64();
         if column == Column::RecordRewrite {
             self.read(&target, 0, (bytes / self.options.record_bytes as u64) as u32)?;
         }
-        Ok(Answer { column, bytes, seconds, flush_s })
+        Ok(Answer { column, bytes, seconds, cpu_s, flush_s })
     }
 
     fn write(&mut self, target: &Target<'_>, record: u32, generation: u32) -> io::Result<()> {
@@ -128,6 +146,18 @@ impl Worker<'_> {
         target.write(at, &self.buffer)?;
         self.took += started.elapsed();
         Ok(())
+    }
+
+    /// Reads these records and checks none. Returns how long all of them took, and how many seconds of CPU.
+    fn read_all(&mut self, target: &Target<'_>, order: &[u32]) -> io::Result<(Duration, f64)> {
+        let used_s = || cpu_s().0 + cpu_s().1;
+        let (started, used_before_s) = (Instant::now(), used_s());
+        for &record in order {
+            target.read(u64::from(record) * self.buffer.len() as u64, &mut self.buffer)?;
+            // It is read although nobody looks at it.
+            black_box(&mut self.buffer);
+        }
+        Ok((started.elapsed(), used_s() - used_before_s))
     }
 
     fn read(&mut self, target: &Target<'_>, record: u32, generation: u32) -> Result<(), Box<dyn std::error::Error>> {

@@ -18,7 +18,7 @@ use crate::device::machine_cpu_s;
 use crate::device::process::cpu_s;
 
 /// What a column cost, all of it: opening, flushing and checking, too.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Cost {
     /// Seconds by the clock.
     pub wall_s: f64,
@@ -52,7 +52,7 @@ pub struct Client<'p> {
 }
 
 impl<'p> Client<'p> {
-    /// Starts it. `bytes` are those of the file and of a record.
+    /// Starts it. `bytes` are those of the file and of a record, `flags` what else it is told.
     ///
     /// # Errors
     /// It has not been built, or cannot be started.
@@ -62,13 +62,14 @@ impl<'p> Client<'p> {
         through: Through,
         bytes: (u64, u64),
         image: &Path,
+        flags: &[&str],
         patience: Duration,
     ) -> Result<Client<'p>> {
         let worker = crate::scan::worker("columns", &[])?;
         let mut command = Command::new(&worker.words[0]);
         command.arg(standing.point()).args([bytes.0.to_string(), bytes.1.to_string()]);
         let through = through.to_possible_value().expect("no way through is hidden");
-        command.arg("--through").arg(through.get_name()).arg("--image").arg(image);
+        command.arg("--through").arg(through.get_name()).arg("--image").arg(image).args(flags);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         standing.client().take_in(&mut command)?;
         let mut child = command.spawn().context("cannot start the worker")?;

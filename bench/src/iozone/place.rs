@@ -190,7 +190,8 @@ impl<'s> Disk<'s> {
 
     fn try_stand(&self, bench: &'s Bench, keeper: Keeper, memory: Memory, mark: usize) -> Result<Standing<'s>> {
         let session = bench.session();
-        let directory = session.directory().join("turn");
+        // Its own: there may be sides that stand on other disks.
+        let directory = session.directory().join(format!("turn.{mark}"));
         fs::create_dir_all(&directory)?;
         let group = Cgroup::make(session, None)?;
         group.keep_in_memory()?;
