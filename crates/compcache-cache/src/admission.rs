@@ -23,6 +23,9 @@ const SHIFT_MAX: u32 = 4;
 const LEFT_BETWEEN: u32 = 512;
 /// A mean of times is over about so many pages.
 const PAGES_MEAN: u64 = 8192;
+/// What a group of the store's holds, and about how long it takes to decode one (docs/numbers.md: 51 to 70 us).
+const GROUP_PAGES: usize = 16;
+const DECODING: Duration = Duration::from_micros(60);
 
 /// A time for each page, over the last of them.
 #[derive(Default)]
@@ -53,6 +56,8 @@ pub struct Admission {
     left: u32,
     found: u32,
     below: PerPage,
+    /// The same for each group that the pages of a request would have come from.
+    below_groups: PerPage,
     compressed: PerPage,
 }
 
@@ -72,6 +77,13 @@ impl Admission {
     /// So many pages were read below in this time.
     pub fn took_below(&mut self, pages: usize, took: Duration) {
         self.below.add(pages, took);
+        self.below_groups.add(pages.div_ceil(GROUP_PAGES), took);
+    }
+
+    /// Whether what was read below lately took more than twice as long as it would have to decode groups; or, if it `was_slow` before, longer.
+    pub fn is_below_slow(&self, was_slow: bool) -> bool {
+        let times = if was_slow { 1 } else { 2 };
+        self.below_groups.ns > times * DECODING.as_nanos() as u64 * self.below_groups.pages
     }
 
     /// So many pages were compressed in this time.
@@ -116,6 +128,26 @@ mod tests {
         let mut admission = Admission::default();
         admission.left_small(0, 5000);
         assert_eq!(taken_of_16(&mut admission), 16);
+    }
+
+    #[test]
+    fn what_lies_below_is_slow_if_groups_are_decoded_in_half_the_time() {
+        let mut admission = Admission::default();
+        let mut slow_after = |pages, us| {
+            (0..100_000).for_each(|_| admission.took_below(pages, Duration::from_micros(us)));
+            [false, true].map(|was_slow| admission.is_below_slow(was_slow))
+        };
+        assert_eq!(slow_after(1, 50), [false, false]);
+        assert_eq!(slow_after(1, 100), [false, true], "it is not to change with every look");
+        assert_eq!(slow_after(32, 100), [false, false]);
+        assert_eq!(slow_after(32, 1700), [true, true]);
+        assert_eq!(slow_after(1, 50), [false, false], "it has become fast");
+        assert_eq!(slow_after(1, 150), [true, true]);
+    }
+
+    #[test]
+    fn nothing_is_slow_of_which_nothing_is_known() {
+        assert!(!Admission::default().is_below_slow(true));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::ghost::{Ghost, hash};
 use crate::miniature::Miniatures;
 use crate::queues::{Queues, Victim};
 use crate::written::WrittenPages;
-use crate::{FileId, Wanted};
+use crate::{FileId, Recompress, Wanted};
 
 const TURNS: usize = 4096;
 /// A page in its file's map, of which every node is little more than half full where it was filled in order.
@@ -196,6 +196,12 @@ pub struct Index<S> {
     pub written: WrittenPages<S>,
     /// What the pages in the queues are taken to cost, in bytes.
     pub charged_bytes: u64,
+    /// Of that, what groups of cold pages save, as last reckoned.
+    pub saved_bytes: u64,
+    pub has_groups: bool,
+    pub recompress: Recompress,
+    /// What the tools take that groups are made with.
+    pub cold_bytes: u64,
     pub limit_bytes: u64,
     /// Nothing had to go since most of it was empty, or its limit was raised.
     pub is_filling: bool,
@@ -219,7 +225,25 @@ impl<S: Copy + PartialEq> Index<S> {
     /// The same without what is in the pages' charges.
     fn fixed_bytes(&self) -> u64 {
         let turns = size_of_val(&*self.turns.0) as u64;
-        turns + self.ghost.bytes() + self.miniatures.bytes() + self.written.bytes() + self.files.bytes()
+        let tables = self.ghost.bytes() + self.miniatures.bytes() + self.written.bytes() + self.files.bytes();
+        turns + tables + self.cold_bytes
+    }
+
+    /// What the pages that are here cost.
+    pub fn cost_bytes(&self) -> u64 {
+        self.charged_bytes.saturating_sub(self.saved_bytes)
+    }
+
+    /// What they are charged for, all in all, where the pool takes so much.
+    pub fn charged_for(&self, pool_bytes: u64) -> u64 {
+        pool_bytes + self.queues.length() as u64 * PAGE_BYTES
+    }
+
+    /// What is to become of cold pages, if they are not to stay as they are; `already`: it does.
+    pub fn recompress_now(&self, already: bool) -> Option<Recompress> {
+        let Recompress { level, where_it_pays, .. } = self.recompress;
+        let pays = level.is_some() && (!where_it_pays || self.admission.is_below_slow(already));
+        pays.then_some(self.recompress)
     }
 
     /// Gives back memory of records that went, if most did.
@@ -272,7 +296,7 @@ impl<S: Copy + PartialEq> Index<S> {
 
     /// Whether so many pages more would push out none, whatever they compress to.
     pub fn has_room(&self, pages: u64) -> bool {
-        self.charged_bytes + pages * charge(4096) <= self.target_bytes(15)
+        self.cost_bytes() + pages * charge(4096) <= self.target_bytes(15)
     }
 
     /// What is wanted of pages that were read together, of which so many are not here and the ghost knows most; `soon`: they are asked for again already.

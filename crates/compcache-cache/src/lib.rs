@@ -22,7 +22,7 @@
 //! | `put`          | the others were read below          | stores them, if the token is still good                                  |
 //! | `begin_write`  | before a write, until it is done    | drops the range, makes all tokens of the file void, and new ones useless |
 //! | `done`         | it is done                          | has its pages wait to be stored                                          |
-//! | `keep_up`      | all the time, by a thread of its own | stores them, and empties half-empty spans                                |
+//! | `keep_up`      | all the time, by a thread of its own | stores them, empties half-empty spans, compresses cold pages again (`cold`) |
 //!
 //! **Never stale.** A token is of a generation. A write makes a new one before it begins and again when it is done, so what a read took
 //! from below before or during a write is not stored after it. A page that is got is checked to be still the same place and version after it was
@@ -42,6 +42,7 @@
 
 mod admission;
 mod aligned;
+mod cold;
 mod ghost;
 mod index;
 mod miniature;
@@ -63,11 +64,13 @@ use compcache_store::{
 use rustix::time::{ClockId, clock_gettime};
 
 pub use aligned::Aligned;
+pub use cold::Recompress;
 pub use runs::{exactly_missing, missing};
 pub use stats::CacheStats;
 pub use writing::Writing;
 
 use admission::Admission;
+use cold::Cold;
 use ghost::Ghost;
 use index::{Files, Index, Turns};
 use miniature::{Miniatures, soon_pages};
@@ -152,6 +155,10 @@ impl<S: Copy + PartialEq> Cache<S> {
             miniatures: Miniatures::new(ghost_pages(limit_bytes)),
             written: WrittenPages::new(),
             charged_bytes: 0,
+            saved_bytes: 0,
+            has_groups: false,
+            recompress: Recompress::default(),
+            cold_bytes: 0,
             limit_bytes,
             is_filling: true,
         };
@@ -597,9 +604,9 @@ impl<S: Copy + PartialEq> Cache<S> {
     }
 
     /// What must be done beside reading and writing, by a thread that does nothing else, as long as there is the cache: memory of
-    /// half-empty spans is given back, and, with `keeps_written`, what is written is stored.
+    /// half-empty spans is given back, cold pages are compressed together, and, with `keeps_written`, what is written is stored.
     pub fn keep_up(cache: &Weak<Cache<S>>, mut worker: Worker, keeps_written: bool) {
-        let mut compacted = Instant::now();
+        let (mut compacted, mut cold) = (Instant::now(), Cold::default());
         while let Some(cache) = cache.upgrade() {
             if compacted.elapsed() >= BETWEEN_COMPACTIONS {
                 cache.compact(&mut worker);
@@ -609,11 +616,12 @@ impl<S: Copy + PartialEq> Cache<S> {
                 cache.fit_tables(index);
                 compacted = Instant::now();
             }
+            let again = cold.go_on(&cache, &mut worker).unwrap_or(BETWEEN_COMPACTIONS).min(BETWEEN_COMPACTIONS);
             if keeps_written {
-                cache.keep_written(&mut worker, BETWEEN_COMPACTIONS);
+                cache.keep_written(&mut worker, again);
             } else {
                 drop(cache);
-                thread::sleep(BETWEEN_COMPACTIONS);
+                thread::sleep(again);
             }
         }
     }
@@ -642,6 +650,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             files: files as u64,
             pages_stored: pool.pages_stored(),
             zero_pages: pool.same_pages,
+            grouped_pages: pool.grouped_pages,
             orig_data_size: pool.orig_data_size,
             compr_data_size: pool.compr_data_size,
             mem_used_total: self.store.mem_used_total_bytes() + own_bytes,
@@ -683,10 +692,16 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Lets pages go, as many as it takes, where what they may cost changes as they go; in the common way, where a page leaves for each that comes, how they fared in
     /// the small queue says something of new ones.
     fn shrink_to(&self, index: &mut Index<S>, target_bytes: impl Fn(&Index<S>) -> u64, is_common: bool) {
-        while index.charged_bytes > target_bytes(index) {
-            let Some(place) = index.evict(is_common) else { return };
-            self.evicted.fetch_add(1, Relaxed);
-            self.release(index, place);
+        // What is saved by groups of which some pages went is known when it is reckoned anew.
+        while {
+            self.reckon(index);
+            index.cost_bytes() > target_bytes(index)
+        } {
+            while index.cost_bytes() > target_bytes(index) {
+                let Some(place) = index.evict(is_common) else { return };
+                self.evicted.fetch_add(1, Relaxed);
+                self.release(index, place);
+            }
         }
     }
 

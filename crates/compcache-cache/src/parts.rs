@@ -39,7 +39,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             self.release(index, place);
         }
         // Most of it is gone: what comes now pushes out nothing.
-        index.is_filling |= index.charged_bytes <= index.target_bytes(15) / 2;
+        index.is_filling |= index.cost_bytes() <= index.target_bytes(15) / 2;
         is_all
     }
 
@@ -71,8 +71,9 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Lets pages go until they cost so much, but only so many. Whether that was enough.
     pub(crate) fn shrink_some(&self, index: &mut Index<S>, target_bytes: u64) -> bool {
         let passed = index.queues.passed();
+        self.reckon(index);
         for _ in 0..GONE_AT_ONCE {
-            if index.charged_bytes <= target_bytes {
+            if index.cost_bytes() <= target_bytes {
                 return true;
             }
             if index.queues.passed() - passed > PASSED_AT_ONCE {
@@ -82,7 +83,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             self.evicted.fetch_add(1, Relaxed);
             self.release(index, place);
         }
-        index.charged_bytes <= target_bytes
+        index.cost_bytes() <= target_bytes
     }
 
     /// The store is full, whatever the charges say.

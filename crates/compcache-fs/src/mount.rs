@@ -12,7 +12,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use compcache_cache::Cache;
+use compcache_cache::{Cache, Recompress};
 use compcache_fuse::{Linger, OpenTable, Rings, mounts, table_of_mounts, uppermost};
 use compcache_store::Codec;
 use fuser::{BackgroundSession, Config, FileType, Notifier, Session, SessionACL};
@@ -62,6 +62,8 @@ pub struct MountOptions {
     pub whole_bytes: fn() -> u64,
     /// What pages are compressed with.
     pub codec: Codec,
+    /// What becomes of pages that were not found for a while.
+    pub recompress: Recompress,
     /// What programs may not do there.
     pub forbidden: Forbidden,
     /// Nobody changes files of the source but through this mount. Then what is kept of a file outlives a write to it.
@@ -148,6 +150,7 @@ impl MountOptions {
             memory_bytes,
             whole_bytes: ram_bytes,
             codec: Codec::Lz4,
+            recompress: Recompress::default(),
             forbidden: Forbidden::default(),
             exclusive: false,
             writes_back: false,
@@ -277,6 +280,7 @@ impl Mount {
         let watches = watches.map_err(|error| FsError::Watch { error: error.into() })?.map(Arc::new);
         let cache = Cache::new(options.memory_bytes, options.codec);
         let cache = Arc::new(cache.map_err(|error| FsError::Memory { error })?);
+        cache.set_recompress(options.recompress).map_err(|error| FsError::Memory { error })?;
         let (tree, jobs) = Tree::new(Parts {
             inodes: inodes.clone(),
             cache: cache.clone(),

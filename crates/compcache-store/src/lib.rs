@@ -85,6 +85,8 @@ mod pool;
 #[cfg(not(loom))]
 mod reclaim;
 #[cfg(not(loom))]
+mod recompression;
+#[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
 mod slot;
@@ -115,6 +117,7 @@ pub use crate::{
     page::{PAGE_SIZE, Page, PageIndex},
     pool::{Extent, Pool, Read, Recompressed, Rewritten, RunFailed, Written},
     reclaim::{Leaving, Reclaimed},
+    recompression::{Piece, Recompression},
     stats::{PoolStats, Stat, TABLE, Unit},
     store::Store,
     worker::{Clock, Worker},

@@ -270,6 +270,11 @@ impl Pool {
         }
     }
 
+    /// The bytes of memory it takes: `mem_used_total` of its statistics, for much less.
+    pub fn used_bytes(&self) -> u64 {
+        self.core.used_bytes()
+    }
+
     /// How long reads and writes took since the pool was made.
     pub fn latency(&self) -> Latency {
         self.core.counters.latency()

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 
-pub use values::{Codec, Recompress, RecompressLevel, TcpAddress};
+pub use values::{Codec, HowRecompress, Recompress, RecompressLevel, TcpAddress};
 
 use crate::size::Size;
 use values::recompress_level;
@@ -277,9 +277,10 @@ pub struct CreateArgs {
     pub codec: Codec,
 
     /// What becomes of blocks that were not used for a while: zstd or zstd:LEVEL compresses sixteen of them together, to half of what
-    /// they take under lz4; reading one takes longer then. none leaves them as they are. Not with an origin [default: zstd:3]
-    #[arg(long, value_name = "HOW", value_parser = recompress_level)]
-    pub recompress: Option<RecompressLevel>,
+    /// they take under lz4; reading one takes longer then. none leaves them as they are. auto is zstd:3; with an origin only as long as reading
+    /// there takes so long that it pays [default: auto]
+    #[arg(long, value_name = "HOW")]
+    pub recompress: Option<HowRecompress>,
 
     /// How long that while is, in seconds [default: 60]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
@@ -413,6 +414,15 @@ pub struct MountArgs {
     #[arg(long, value_name = "CODEC", default_value = "lz4")]
     pub codec: Codec,
 
+    /// What becomes of pages that were not found for a while: zstd or zstd:LEVEL compresses sixteen of them together, so that more fit; reading one takes
+    /// longer then. none leaves them as they are. auto is zstd:3, as long as reading from the tree takes so long that it pays
+    #[arg(long, value_name = "HOW", default_value = "auto")]
+    pub recompress: HowRecompress,
+
+    /// How long that while is, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = seconds)]
+    pub recompress_after: f64,
+
     /// Nobody changes the files but through this mount: what is kept of a file then outlives writes to it, and what is written is kept. If
     /// somebody does all the same, old contents can be read
     #[arg(long)]
@@ -444,7 +454,7 @@ pub struct MountArgs {
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub remember: Option<f64>,
 
-    /// Options as in /etc/fstab: memory=SIZE, codec=CODEC, remember=SECONDS, passthrough=WHICH, exclusive, writeback_cache, watch and allow_other are the flags of the same names; ro, noexec,
+    /// Options as in /etc/fstab: memory=SIZE, codec=CODEC, recompress=HOW, recompress_after=SECONDS, remember=SECONDS, passthrough=WHICH, exclusive, writeback_cache, watch and allow_other are the flags of the same names; ro, noexec,
     /// nosuid and nodev forbid what they do anywhere; those that are for mount(8) alone are ignored
     #[arg(short = 'o', long, value_name = "OPTION,...", value_delimiter = ',')]
     pub options: Vec<String>,
@@ -499,9 +509,9 @@ pub struct UmountArgs {
     pub dead: bool,
 }
 
-/// Change the limit and the codec of a mount while it is in use
+/// Change limit, codec, and what becomes of cold pages, of a mount while it is in use
 #[derive(Args)]
-#[command(after_help = MOUNT_SIZE_NOTE, group = one_of("settings", &["memory", "codec"]).required(true))]
+#[command(after_help = MOUNT_SIZE_NOTE, group = one_of("settings", &SETTINGS).required(true))]
 pub struct RemountArgs {
     /// Where it is mounted
     pub target: PathBuf,
@@ -513,6 +523,14 @@ pub struct RemountArgs {
     /// What it compresses from now on with; what it holds stays as it is
     #[arg(long, value_name = "CODEC")]
     pub codec: Option<Codec>,
+
+    /// What becomes of pages that were not found for a while: none, zstd, zstd:LEVEL or auto
+    #[arg(long, value_name = "HOW")]
+    pub recompress: Option<HowRecompress>,
+
+    /// How long that while is, in seconds
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub recompress_after: Option<f64>,
 }
 
 /// List the disks
@@ -561,6 +579,7 @@ pub struct ResizeArgs {
     pub size: Size,
 }
 
+const SETTINGS: [&str; 4] = ["memory", "codec", "recompress", "recompress_after"];
 const CHANGES: [&str; 6] = ["limit", "reclaim_above", "backing_daily", "codec", "recompress", "recompress_after"];
 
 /// Change limit, codec, threshold, write budget, and what becomes of cold blocks, of a disk while it is in use
@@ -592,9 +611,9 @@ pub struct ChangeArgs {
     #[arg(long, value_name = "CODEC")]
     pub codec: Option<Codec>,
 
-    /// What becomes of blocks that were not used for a while: none, zstd or zstd:LEVEL
-    #[arg(long, value_name = "HOW", value_parser = recompress_level)]
-    pub recompress: Option<RecompressLevel>,
+    /// What becomes of blocks that were not used for a while: none, zstd, zstd:LEVEL or auto
+    #[arg(long, value_name = "HOW")]
+    pub recompress: Option<HowRecompress>,
 
     /// How long that while is, in seconds
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]

@@ -33,7 +33,7 @@ pub const LEAST_BYTES: u64 = 1 << 20;
 
 /// Of what was said of blocks that nobody compresses again.
 pub const NOT_RECOMPRESSED: &str =
-    "blocks of a disk for swap, or with an origin, are not recompressed; leave --recompress and --recompress-after out";
+    "blocks of a disk for swap are not recompressed; leave --recompress and --recompress-after out";
 
 /// Does what was asked of a disk.
 pub fn disk(command: DiskCommand) -> ExitCode {
@@ -86,10 +86,6 @@ fn create(args: CreateArgs, caught: &Caught) -> anyhow::Result<String> {
     if args.memory.is_some() && args.origin.is_none() {
         bail!("--memory is for the cache of an --origin; the limit of a disk in RAM is --limit");
     }
-    if args.origin.is_some() && (args.recompress.is_some_and(|how| how.0.is_some()) || args.recompress_after.is_some())
-    {
-        bail!(NOT_RECOMPRESSED);
-    }
     let at = match (args.transport, args.nbd_tcp) {
         (Transport::Loop | Transport::Ublk, _) if args.nbd_tcp.is_some() || args.nbd_socket.is_some() => {
             bail!("--transport loop and ublk make a block device, --nbd-tcp and --nbd-socket an NBD export; choose one")
@@ -116,7 +112,7 @@ fn create(args: CreateArgs, caught: &Caught) -> anyhow::Result<String> {
         at,
         for_swap: false,
         unprotected: false,
-        recompress: args.recompress.map(|level| level.to_string()),
+        recompress: args.recompress.map(|how| how.to_string()),
         recompress_after_ms: args.recompress_after.map(milliseconds),
     };
     let backing = args.backing.map(|path| backing_wanted(path, &args.backing_options, ram_bytes)).transpose()?;
@@ -249,7 +245,7 @@ fn change(args: &ChangeArgs) -> anyhow::Result<String> {
         limit_bytes: args.limit.map(|limit| limit_bytes(limit, ram_bytes())).transpose()?,
         codec: args.codec.map(|codec| codec.to_string()),
         backing: (backing != BackingChange::default()).then_some(backing),
-        recompress: args.recompress.map(|level| level.to_string()),
+        recompress: args.recompress.map(|how| how.to_string()),
         recompress_after_ms: args.recompress_after.map(milliseconds),
         ..Change::default()
     };

@@ -81,6 +81,7 @@ fn serve(mut args: MountArgs) -> anyhow::Result<()> {
     let options = MountOptions {
         allow_other: args.allow_other,
         codec: args.codec.of_store(),
+        recompress: args.recompress.of_cache(Some(Duration::from_secs_f64(args.recompress_after))),
         exclusive: args.exclusive,
         writes_back: args.writeback_cache,
         passthrough: passthrough.of_mount(),
@@ -188,6 +189,14 @@ fn changed(args: &RemountArgs) -> anyhow::Result<()> {
     if let Some(codec) = args.codec {
         ours(&args.target)?;
         set("user.compcache.codec", codec.to_string().replace(':', " "))?;
+    }
+    if let Some(seconds) = args.recompress_after {
+        ours(&args.target)?;
+        set("user.compcache.recompress_after", Duration::from_secs_f64(seconds).as_millis().to_string())?;
+    }
+    if let Some(how) = args.recompress {
+        ours(&args.target)?;
+        set("user.compcache.recompress", how.to_string().replace(':', " "))?;
     }
     Ok(())
 }

@@ -8,13 +8,16 @@
 //! | `user.compcache.stats`  | a line `NAME VALUE` for each statistic | -                                |
 //! | `user.compcache.memory` | the same                             | the new limit, in bytes, or `50%` of what is there where the server is: 0, or 1 MiB at least |
 //! | `user.compcache.codec`  | the same                             | `lz4`, or `zstd LEVEL`             |
+//! | `user.compcache.recompress` | the same                         | `auto`, `none`, or `zstd LEVEL`    |
+//! | `user.compcache.recompress_after` | the same                   | milliseconds                       |
 //!
 //! Where nothing may be written (`ro`) the kernel lets no attribute be set, and settings are changed by reading: `user.compcache.memory=8388608`, by
 //! the same users.
 
 use std::ffi::OsStr;
+use std::time::Duration;
 
-use compcache_cache::{CacheStats, LEAST_BYTES};
+use compcache_cache::{CacheStats, LEAST_BYTES, Recompress};
 use compcache_store::Codec;
 use fuser::INodeNo;
 use rustix::io::{self, Errno};
@@ -33,6 +36,8 @@ pub enum Control {
     Stats,
     Memory,
     Codec,
+    Recompress,
+    RecompressAfter,
 }
 
 impl Control {
@@ -42,6 +47,8 @@ impl Control {
             "user.compcache.stats" => Some(Control::Stats),
             "user.compcache.memory" => Some(Control::Memory),
             "user.compcache.codec" => Some(Control::Codec),
+            "user.compcache.recompress" => Some(Control::Recompress),
+            "user.compcache.recompress_after" => Some(Control::RecompressAfter),
             _ => None,
         }
     }
@@ -80,15 +87,36 @@ impl Tree {
                 Ok(())
             }
             Control::Codec => {
-                let codec = match value.split_once(' ') {
-                    None if value == "lz4" => Codec::Lz4,
-                    Some(("zstd", level)) => Codec::Zstd { level: level.parse().map_err(|_| Errno::INVAL)? },
-                    _ => return Err(Errno::INVAL),
+                let codec = match value {
+                    "lz4" => Codec::Lz4,
+                    _ => Codec::Zstd { level: zstd_level(value).ok_or(Errno::INVAL)? },
                 };
                 self.cache.set_codec(codec).map_err(|_| Errno::INVAL)
             }
+            Control::Recompress => {
+                let after = self.cache.recompress().after;
+                let recompress = match value {
+                    "auto" => Recompress { after, ..Recompress::default() },
+                    "none" => Recompress { level: None, where_it_pays: false, after },
+                    _ => {
+                        let level = zstd_level(value).ok_or(Errno::INVAL)?;
+                        Recompress { level: Some(level), where_it_pays: false, after }
+                    }
+                };
+                self.cache.set_recompress(recompress).map_err(|_| Errno::INVAL)
+            }
+            Control::RecompressAfter => {
+                let after = Duration::from_millis(value.parse().map_err(|_| Errno::INVAL)?);
+                let recompress = Recompress { after, ..self.cache.recompress() };
+                self.cache.set_recompress(recompress).map_err(|_| Errno::INVAL)
+            }
         }
     }
+}
+
+/// The level in `zstd LEVEL`.
+fn zstd_level(value: &str) -> Option<i8> {
+    value.strip_prefix("zstd ")?.parse().ok()
 }
 
 /// A number of bytes, or of hundredths of what there is.

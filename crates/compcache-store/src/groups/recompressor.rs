@@ -20,6 +20,10 @@ pub(crate) struct Candidate {
     pub slot_bytes: usize,
 }
 
+/// What contexts and buffers take once they were used, those of one who reads groups among them; by the highest level of zstd for which that is
+/// enough: measured by hand.
+const USED_BYTES: [(i8, u64); 4] = [(1, 528 << 10), (3, 896 << 10), (9, 1184 << 10), (i8::MAX, 1984 << 10)];
+
 /// Context and buffers for making groups ([`Pool::recompress`](crate::Pool::recompress)): all of its memory is taken when it is made,
 /// a megabyte of addresses or some, touched as far as the level needs it; using it allocates nothing.
 ///
@@ -34,6 +38,7 @@ pub struct Recompressor {
     count: usize,
     /// Where the last step ended before it had enough, of which pool: the next one goes on with what it has, if it begins there.
     goes_on: Option<(u64, PageIndex)>,
+    used_bytes: u64,
     /// Whether what becomes free is brought together here.
     pub(crate) compacts: bool,
 }
@@ -46,6 +51,7 @@ impl Recompressor {
     pub fn new(store: &Arc<Store>, level: i8) -> Result<Recompressor, StoreError> {
         let (compressor, frame, pages) =
             (GroupCompressor::new(level)?, Buffer::new(FRAME_BYTES_MAX)?, Buffer::new(GROUP_BYTES)?);
+        let used_bytes = USED_BYTES.into_iter().find(|(most, _)| level <= *most).map_or(0, |(_, bytes)| bytes);
         store.aside.lock().join();
         Ok(Recompressor {
             store: store.clone(),
@@ -55,6 +61,7 @@ impl Recompressor {
             candidates: [None; MEMBERS_MAX],
             count: 0,
             goes_on: None,
+            used_bytes,
             compacts: true,
         })
     }
@@ -72,6 +79,11 @@ impl Recompressor {
     /// [`StoreError::LimitReached`]: there is none. It is tried again with each step.
     pub fn set_aside(&self) -> Result<(), StoreError> {
         self.store.aside.lock().credit(&self.store.budget).map(drop)
+    }
+
+    /// What its contexts and buffers take once they were used, with those of one worker that reads groups: half a MiB to two, by the level.
+    pub fn used_bytes(&self) -> u64 {
+        self.used_bytes
     }
 
     pub(crate) fn store(&self) -> &Arc<Store> {

@@ -53,6 +53,52 @@ impl fmt::Display for RecompressLevel {
     }
 }
 
+/// `--recompress` of disks and caches.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum HowRecompress {
+    /// As if nothing had been said.
+    Auto,
+    /// At this level of zstd; without one, not at all.
+    Is(Option<i8>),
+}
+
+impl HowRecompress {
+    /// What a cache was told.
+    pub fn of(cache: compcache_cache::Recompress) -> HowRecompress {
+        if cache.where_it_pays { HowRecompress::Auto } else { HowRecompress::Is(cache.level) }
+    }
+
+    /// What a cache is told, of which nothing else was said of `after`.
+    pub fn of_cache(self, after: Option<Duration>) -> compcache_cache::Recompress {
+        let untold = compcache_cache::Recompress::default();
+        let after = after.unwrap_or(untold.after);
+        match self {
+            HowRecompress::Auto => compcache_cache::Recompress { after, ..untold },
+            HowRecompress::Is(level) => compcache_cache::Recompress { level, where_it_pays: false, after },
+        }
+    }
+}
+
+impl FromStr for HowRecompress {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> anyhow::Result<Self> {
+        match text {
+            "auto" => Ok(HowRecompress::Auto),
+            _ => Ok(HowRecompress::Is(text.parse::<RecompressLevel>()?.0)),
+        }
+    }
+}
+
+impl fmt::Display for HowRecompress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            HowRecompress::Auto => write!(f, "auto"),
+            HowRecompress::Is(level) => RecompressLevel(*level).fmt(f),
+        }
+    }
+}
+
 /// What is done with cold blocks of a disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Recompress {
@@ -131,6 +177,21 @@ mod tests {
         for wrong in ["", "localhost", "70000", "1.2.3.4", "1.2.3.4:"] {
             assert!(wrong.parse::<TcpAddress>().is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn what_becomes_of_cold_pages_is_as_it_was_said_and_else_what_pays() {
+        for (text, level, where_it_pays) in
+            [("auto", Some(3), true), ("none", None, false), ("zstd", Some(3), false), ("zstd:9", Some(9), false)]
+        {
+            let how: HowRecompress = text.parse().unwrap();
+            let cache = how.of_cache(Some(Duration::from_secs(5)));
+            let expected = compcache_cache::Recompress { level, where_it_pays, after: Duration::from_secs(5) };
+            assert_eq!((cache, HowRecompress::of(cache)), (expected, how));
+        }
+        assert_eq!(HowRecompress::Auto.of_cache(None), compcache_cache::Recompress::default());
+        assert_eq!("zstd".parse::<HowRecompress>().unwrap().to_string(), "zstd:3");
+        assert!("lz4".parse::<HowRecompress>().is_err());
     }
 
     #[test]

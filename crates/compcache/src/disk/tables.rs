@@ -72,12 +72,12 @@ fn ratio(disk: &DiskState) -> Option<f64> {
 /// Every statistic with its meaning, and how long reads and writes took.
 pub fn show(disk: &DiskState) -> String {
     let mut text = format!("{}\n  at                {}\n  codec             {}\n", disk.name, disk.at, disk.codec);
-    if let Some(of) = &disk.origin {
-        return text + &shown_over(disk, of);
-    }
     if !matches!(disk.recompress.as_str(), "" | "none") {
         let after_s = disk.recompress_after_ms as f64 / 1000.0;
         let _ = writeln!(text, "  recompress        {}, what was not used for {after_s} s", disk.recompress);
+    }
+    if let Some(of) = &disk.origin {
+        return text + &shown_over(disk, of);
     }
     if let Some(of) = &disk.backing {
         let [capacity, live, dead, free] =

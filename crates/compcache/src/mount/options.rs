@@ -6,7 +6,7 @@
 //!
 //! | option                                      | is                                         |
 //! |---------------------------------------------|--------------------------------------------|
-//! | `memory=`, `codec=`, `remember=`, `passthrough=` | the flag of that name                 |
+//! | `memory=`, `codec=`, `recompress=`, `recompress_after=`, `remember=`, `passthrough=` | the flag of that name |
 //! | `exclusive`, `writeback_cache`, `allow_other`, `watch` | the flag of that name           |
 //! | `ro`, `noexec`, `nosuid`, `nodev`           | what programs may not do there             |
 //! | `nofail`, `_netdev`, `x-...` and their like | mount(8)'s and systemd's own, and ignored  |
@@ -71,6 +71,10 @@ pub fn apply(args: &mut MountArgs) -> anyhow::Result<Forbidden> {
         match (name, value) {
             ("memory", Some(value)) => args.memory = value.parse().with_context(bad)?,
             ("codec", Some(value)) => args.codec = value.parse().with_context(bad)?,
+            ("recompress", Some(value)) => args.recompress = value.parse().with_context(bad)?,
+            ("recompress_after", Some(value)) => {
+                args.recompress_after = crate::cli::seconds(value).with_context(bad)?;
+            }
             ("remember", Some(value)) => {
                 args.remember = Some(crate::cli::seconds(value).with_context(bad)?);
             }
@@ -88,7 +92,7 @@ pub fn apply(args: &mut MountArgs) -> anyhow::Result<Forbidden> {
             ("nodev", None) => forbidden.devices = true,
             ("comment", Some(_)) | ("", None) => {}
             _ if name.starts_with("x-") || value.is_none() && IGNORED.contains(&name) => {}
-            ("memory" | "codec" | "remember" | "passthrough", None) => {
+            ("memory" | "codec" | "recompress" | "recompress_after" | "remember" | "passthrough", None) => {
                 bail!("the option {name} needs a value, as in memory=10%")
             }
             _ => return Err(anyhow!("there is no option {option}; compcache-mount(1) has the list")),

@@ -10,7 +10,7 @@ use compcache_block::{BLOCK_BYTES, BlockDevice, Disk};
 use compcache_store::{LatencySnapshot, Leaving, PoolConfig, Store, TABLE};
 
 use crate::cgroup;
-use crate::cli::{Codec, Recompress, RecompressLevel};
+use crate::cli::{Codec, HowRecompress, Recompress};
 use crate::control::{
     Asker, BackingWanted, Change, Create, DiskState, Durations, Latencies, OriginWanted, Reply, Request, Served,
 };
@@ -240,7 +240,7 @@ impl Disks {
     fn create(&self, wanted: &Create, backing: Option<&BackingWanted>) -> anyhow::Result<DiskState> {
         let codec: Codec = wanted.codec.parse()?;
         let untold = if wanted.for_swap { Recompress::NEVER } else { Recompress::DEFAULT };
-        let recompress = recompress(untold, wanted.recompress.as_deref(), wanted.recompress_after_ms)?;
+        let recompress = Told::of(wanted.recompress.as_deref(), wanted.recompress_after_ms)?.of_pool(untold, untold);
         if wanted.for_swap && recompress.level.is_some() {
             bail!(NOT_RECOMPRESSED);
         }
@@ -287,11 +287,13 @@ impl Disks {
 
     fn create_over(&self, wanted: &Create, origin: &OriginWanted) -> anyhow::Result<DiskState> {
         let codec: Codec = wanted.codec.parse()?;
+        let told = Told::of(wanted.recompress.as_deref(), wanted.recompress_after_ms)?;
         let disks = self.lock();
         let name = disks.name_for(wanted.name.as_deref(), wanted.for_swap)?;
         self.refuse_too_much(disks.cache_bytes(), origin.memory_bytes)?;
         let open = |own: &[String]| {
             let origin = DiskOrigin::open(origin, codec, own)?;
+            origin.set_recompress(told.of_cache(origin.recompress()))?;
             // The system looks for partitions there before it has a device.
             self.starting(&name)?;
             let wire = Wire::start(&name, origin.device(), &wanted.at, false, &self.directory)?;
@@ -379,9 +381,10 @@ impl Disks {
         let attached = disks.by_name.get_mut(&change.name).expect("it is there");
         // What can fail comes first.
         let codec = change.codec.as_deref().map(str::parse::<Codec>).transpose()?;
-        let recompress = recompress(attached.recompress, change.recompress.as_deref(), change.recompress_after_ms)?;
+        let told = Told::of(change.recompress.as_deref(), change.recompress_after_ms)?;
+        let recompress = told.of_pool(attached.recompress, Recompress::DEFAULT);
         let asked = recompress.level.is_some() || change.recompress_after_ms.is_some();
-        if asked && (attached.for_swap || matches!(attached.shows, Shows::Origin(_))) {
+        if asked && attached.for_swap {
             bail!(NOT_RECOMPRESSED);
         }
         let backing = match (&change.backing, &attached.backing) {
@@ -418,9 +421,12 @@ impl Disks {
             }
             attached.codec = codec;
         }
-        if let Shows::Pool(disk) = &attached.shows {
-            self.cold.change(disk.pool(), recompress);
-            attached.recompress = recompress;
+        match &attached.shows {
+            Shows::Pool(disk) => {
+                self.cold.change(disk.pool(), recompress);
+                attached.recompress = recompress;
+            }
+            Shows::Origin(origin) => origin.set_recompress(told.of_cache(origin.recompress()))?,
         }
         if let (Shows::Pool(disk), Some(limit_bytes)) = (&attached.shows, change.limit_bytes) {
             disk.pool().set_limit_bytes(limit_bytes);
@@ -447,7 +453,9 @@ impl Disks {
                 Ok((disk.pool().clone(), attached.recompress.level, attached.presence.present()))
             }
             Shows::Pool(_) => bail!("the blocks of disk {name}, which is for swap, are not recompressed"),
-            Shows::Origin(_) => bail!("the blocks of disk {name}, which has an origin, are not recompressed"),
+            Shows::Origin(_) => bail!(
+                "the blocks of disk {name}, which has an origin, are recompressed by themselves alone (`compcache disk change --recompress`)"
+            ),
         })?;
         let idle = idle_ms.map(Duration::from_millis);
         let goes_on = || present.check().and_then(|()| asker.check());
@@ -598,12 +606,16 @@ impl Attached {
             }
             Shows::Origin(origin) => (origin.stats().collect(), Latencies::default()),
         };
+        let (how, after) = match &self.shows {
+            Shows::Pool(_) => (HowRecompress::Is(self.recompress.level), self.recompress.after),
+            Shows::Origin(origin) => (HowRecompress::of(origin.recompress()), origin.recompress().after),
+        };
         DiskState {
             name: name.to_owned(),
             at: self.wire.at(),
             codec: self.codec.to_string(),
-            recompress: RecompressLevel(self.recompress.level).to_string(),
-            recompress_after_ms: self.recompress.after.as_millis() as u64,
+            recompress: how.to_string(),
+            recompress_after_ms: after.as_millis() as u64,
             for_swap: self.for_swap,
             backing: self.backing.as_ref().map(DiskBacking::state),
             origin: match &self.shows {
@@ -621,13 +633,32 @@ fn memory_here() -> u64 {
     cgroup::memory_limit().map_or(u64::MAX, |limit| limit.bytes).min(ram_bytes())
 }
 
-/// What is wanted, where something was said, of what there is.
-fn recompress(there: Recompress, level: Option<&str>, after_ms: Option<u64>) -> anyhow::Result<Recompress> {
-    let level = level.map(str::parse::<RecompressLevel>).transpose()?;
-    Ok(Recompress {
-        level: level.map_or(there.level, |level| level.0),
-        after: after_ms.map_or(there.after, Duration::from_millis),
-    })
+/// What was said of cold blocks.
+#[derive(Clone, Copy)]
+struct Told {
+    how: Option<HowRecompress>,
+    after: Option<Duration>,
+}
+
+impl Told {
+    fn of(how: Option<&str>, after_ms: Option<u64>) -> anyhow::Result<Told> {
+        Ok(Told { how: how.map(str::parse).transpose()?, after: after_ms.map(Duration::from_millis) })
+    }
+
+    /// What it makes of what a disk in RAM does, which is `untold` where nothing was ever said.
+    fn of_pool(self, there: Recompress, untold: Recompress) -> Recompress {
+        let level = match self.how {
+            None => there.level,
+            Some(HowRecompress::Auto) => untold.level,
+            Some(HowRecompress::Is(level)) => level,
+        };
+        Recompress { level, after: self.after.unwrap_or(there.after) }
+    }
+
+    /// What it makes of what a cache does.
+    fn of_cache(self, there: compcache_cache::Recompress) -> compcache_cache::Recompress {
+        self.how.unwrap_or(HowRecompress::of(there)).of_cache(self.after.or(Some(there.after)))
+    }
 }
 
 fn durations(of: &LatencySnapshot) -> Durations {

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use compcache_block::{BelowStats, BlockDevice, Cached, Origin};
-use compcache_cache::{Cache, CacheStats, LEAST_BYTES};
+use compcache_cache::{Cache, CacheStats, LEAST_BYTES, Recompress};
 
 use crate::cli::Codec;
 use crate::control::{OriginState, OriginWanted};
@@ -74,6 +74,19 @@ impl DiskOrigin {
     /// There is no such codec.
     pub fn set_codec(&self, codec: Codec) -> anyhow::Result<()> {
         Ok(self.cached.cache().set_codec(codec.of_store())?)
+    }
+
+    /// What becomes of cold blocks of its cache.
+    pub fn recompress(&self) -> Recompress {
+        self.cached.cache().recompress()
+    }
+
+    /// Changes that.
+    ///
+    /// # Errors
+    /// There is no such level, or no memory to do it with.
+    pub fn set_recompress(&self, recompress: Recompress) -> anyhow::Result<()> {
+        Ok(self.cached.cache().set_recompress(recompress)?)
     }
 
     /// What is shown of it.

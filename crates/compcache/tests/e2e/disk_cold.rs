@@ -9,10 +9,10 @@ use compcache_testkit::features::{Feature, requires};
 
 use crate::support::{PATIENCE, Server, said};
 
-const PAGES: u64 = 8192;
+pub const PAGES: u64 = 8192;
 
 /// Pages as heaps have them: pointers with the same upper half, small numbers, zeroes.
-fn contents() -> Vec<u8> {
+pub fn contents() -> Vec<u8> {
     let mut random = fastrand::Rng::with_seed(5);
     let words = (0..PAGES * 512).map(|nth| match nth % 6 {
         0 => 0x7f3a_1000_0000 | (random.u64(..) >> 40 & 0xff_fff0),

@@ -260,8 +260,7 @@ fn an_origin_that_cannot_be_had_is_refused_with_the_reason_and_stays_as_it_is() 
     refuses("/dev/null", &[], &["neither a block device nor a file"]);
     refuses(&path("small"), &[], &["6 bytes"]);
     refuses(&file, &["--memory", "100K"], &["--memory", "1M"]);
-    refuses(&file, &["--recompress", "zstd:9"], &["are not recompressed"]);
-    refuses(&file, &["--recompress-after", "1"], &["are not recompressed"]);
+    refuses(&file, &["--recompress", "zstd:40"], &["1 to 19"]);
     refuses(&file, &["--memory", "1000T"], &["too large", "--memory"]);
     refuses(&file, &["--size", "1G"], &["--size", "--origin"]);
     refuses(&file, &["--mkfs", "ext4"], &["--mkfs", "--origin"]);
@@ -277,14 +276,17 @@ fn an_origin_that_cannot_be_had_is_refused_with_the_reason_and_stays_as_it_is() 
     server.refuses(&["disk", "resize", "o", "1M"], &["stays as it is", &file]);
     server.refuses(&["disk", "reset", "o"], &["stays as it is", &file]);
     server.refuses(&["show", "o", "--ramzswap"], &["cache of its origin"]);
-    server.refuses(&["recompress", "o"], &["disk o, which has an origin"]);
+    server.refuses(&["recompress", "o"], &["disk o, which has an origin", "by themselves"]);
     server.refuses(&["disk", "change", "o", "--limit", "0"], &["limit"]);
     server.refuses(&["disk", "change", "o", "--limit", "64K"], &["--limit", "1M"]);
-    server.refuses(&["disk", "change", "o", "--recompress-after", "5"], &["are not recompressed"]);
+    assert!(server.ok(&["show", "o"]).contains("auto, what was not used for 60 s"), "{}", server.ok(&["show", "o"]));
     server.refuses(&["disk", "change", "o", "--limit", "1000T"], &["too large"]);
-    server.ok(&["disk", "change", "o", "--limit", "2M", "--codec", "zstd:3"]);
+    server.ok(&["disk", "change", "o", "--limit", "2M", "--codec", "zstd:3", "--recompress-after", "5"]);
     assert_eq!(server.stat("o", "memlimit"), 2 << 20);
-    assert!(server.ok(&["show", "o"]).contains("zstd:3"));
+    let shown = server.ok(&["show", "o"]);
+    assert!(shown.contains("zstd:3") && shown.contains("auto, what was not used for 5 s"), "{shown}");
+    server.ok(&["disk", "change", "o", "--recompress", "zstd:9"]);
+    assert!(server.ok(&["show", "o"]).contains("zstd:9, what was not used for 5 s"), "{}", server.ok(&["show", "o"]));
     server.ok(&["disk", "rm", "o"]);
     assert_eq!(fs::read(&file).unwrap(), vec![7; 3 * BLOCK + 100]);
 }

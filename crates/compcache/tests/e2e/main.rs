@@ -57,6 +57,7 @@ mod memory_tester;
 mod mount;
 mod mount_below;
 mod mount_clients;
+mod mount_cold;
 mod mount_commands;
 mod mount_files;
 mod mount_moved;

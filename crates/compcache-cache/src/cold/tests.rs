@@ -1,0 +1,149 @@
+//! More pages fit, and are what they were.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use compcache_store::{Codec, Page};
+
+use super::*;
+use crate::{FileId, LEAST_BYTES};
+
+const ALWAYS: Recompress = Recompress { level: Some(1), where_it_pays: false, after: Duration::from_millis(40) };
+const FILE: FileId = FileId { dev: 1, ino: 1 };
+/// Longer than anything takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A page that compresses beside its neighbours much better than alone: some noise that all have, and something of its own.
+fn content(page: u32, version: u64) -> Page {
+    let mut bytes = [0; 4096];
+    fastrand::Rng::with_seed(7).fill(&mut bytes[..1500]);
+    fastrand::Rng::with_seed(u64::from(page) << 20 ^ version).fill(&mut bytes[1500..1600]);
+    bytes
+}
+
+/// A cache that a thread keeps up.
+fn kept_up(limit_bytes: u64, recompress: Recompress) -> (Arc<Cache<u64>>, Worker) {
+    let cache = Arc::new(Cache::new(limit_bytes, Codec::Lz4).unwrap());
+    cache.set_recompress(recompress).unwrap();
+    let (kept, worker) = (Arc::downgrade(&cache), cache.worker().unwrap());
+    thread::spawn(move || Cache::keep_up(&kept, worker, false));
+    let worker = cache.worker().unwrap();
+    (cache, worker)
+}
+
+/// Reads pages in runs of 16 and puts those that are not here. Returns how many were.
+fn read(cache: &Cache<u64>, worker: &mut Worker, pages: std::ops::Range<u32>, version: u64) -> usize {
+    let mut here = 0;
+    for first in pages.step_by(16) {
+        let token = cache.begin_read(FILE, version, true);
+        let (mut got, mut found) = ([[0; 4096]; 16], [false; 16]);
+        cache.get(worker, token, first, &mut got, &mut found);
+        for (at, page) in (first..).zip(&got).filter(|(at, _)| found[(at - first) as usize]) {
+            assert!(*page == content(at, version), "page {at} is not what it was");
+        }
+        here += found.iter().filter(|found| **found).count();
+        if found.contains(&false) {
+            let below: Vec<Page> = (first..first + 16).map(|page| content(page, version)).collect();
+            cache.put(worker, token, first, &below);
+        }
+    }
+    here
+}
+
+fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < PATIENCE, "{what}: not in a minute");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn more_pages_fit_where_cold_ones_are_compressed_together() {
+    const LIMIT_BYTES: u64 = 16 << 20;
+    // Twice as many as fit one by one.
+    let pages = 0..16_384;
+    let (cache, mut worker) = kept_up(LIMIT_BYTES, Recompress { level: None, ..ALWAYS });
+    for _ in 0..3 {
+        read(&cache, &mut worker, pages.clone(), 1);
+    }
+    let alone = cache.stats();
+    assert_eq!(alone.grouped_pages, 0);
+    assert!((5000..12_000).contains(&alone.pages_stored), "{alone:?}");
+    cache.set_recompress(ALWAYS).unwrap();
+    let begun = Instant::now();
+    while cache.stats().pages_stored < pages.end.into() {
+        let grouped = cache.stats().grouped_pages;
+        thread::sleep(Duration::from_millis(500));
+        let stats = cache.stats();
+        assert!(stats.mem_used_total <= LIMIT_BYTES, "{stats:?}");
+        assert!(begun.elapsed() < PATIENCE, "{stats:?}");
+        if stats.grouped_pages == grouped {
+            read(&cache, &mut worker, pages.clone(), 1);
+        }
+    }
+    assert!(cache.stats().grouped_pages > pages.end as u64 / 2, "{:?}", cache.stats());
+    assert_eq!(read(&cache, &mut worker, pages.clone(), 1), pages.len());
+}
+
+#[test]
+fn where_it_is_to_pay_nothing_is_done_unless_what_lies_below_is_slow() {
+    let (cache, mut worker) = kept_up(16 << 20, Recompress { where_it_pays: true, ..ALWAYS });
+    read(&cache, &mut worker, 0..4096, 1);
+    cache.took_below(4096, Duration::from_millis(12));
+    thread::sleep(Duration::from_millis(800));
+    assert_eq!(cache.stats().grouped_pages, 0, "what lies below is fast");
+    cache.took_below(4096, Duration::from_millis(400));
+    wait_until("pages are in groups", || cache.stats().grouped_pages > 3000);
+}
+
+#[test]
+fn the_memory_of_groups_of_which_pages_go_is_no_memory_beyond_the_limit() {
+    let (cache, mut worker) = kept_up(32 << 20, ALWAYS);
+    let mut rng = fastrand::Rng::with_seed(1);
+    read(&cache, &mut worker, 0..16_384, 1);
+    wait_until("pages are in groups", || cache.stats().grouped_pages > 15_000);
+    // Of most groups some pages go.
+    for _ in 0..3000 {
+        let page = rng.u32(..16_384);
+        cache.begin_write(FILE, (page.into(), u64::from(page) + 1)).done(1, page.into(), &[], &[]);
+    }
+    for limit_bytes in [12 << 20, 5 << 20, LEAST_BYTES, 16 << 20] {
+        cache.set_limit_bytes(limit_bytes);
+        // Memory goes with the next compaction.
+        wait_until("memory is within the limit", || cache.stats().mem_used_total <= limit_bytes);
+        for _ in 0..200 {
+            let first = rng.u32(..1000) * 16;
+            read(&cache, &mut worker, first..first + 16, 1);
+            assert!(cache.stats().mem_used_total <= limit_bytes, "{limit_bytes}: {:?}", cache.stats());
+        }
+    }
+    cache.drop_file(FILE);
+    let index = cache.lock();
+    assert_eq!((index.charged_bytes, index.cost_bytes()), (0, 0));
+}
+
+#[test]
+fn pages_are_what_was_written_last_while_they_are_put_into_groups() {
+    const PAGES: u32 = 4096;
+    let (cache, mut worker) = kept_up(6 << 20, Recompress { after: Duration::from_millis(5), ..ALWAYS });
+    let mut rng = fastrand::Rng::with_seed(2);
+    let begun = Instant::now();
+    let (mut version, mut grouped) = (1, 0);
+    while begun.elapsed() < Duration::from_secs(3) || grouped == 0 {
+        assert!(begun.elapsed() < PATIENCE, "no page was ever in a group");
+        for _ in 0..rng.u32(..500) {
+            let first = rng.u32(..PAGES / 16) * 16;
+            read(&cache, &mut worker, first..first + 16, version);
+        }
+        grouped += cache.stats().grouped_pages;
+        match rng.u32(..20) {
+            // The file looks different.
+            0 => version += 1,
+            1 => cache.set_limit_bytes(rng.u64(5..9) << 20),
+            2 => cache.clear(),
+            _ => thread::sleep(Duration::from_millis(rng.u64(..20))),
+        }
+    }
+}
