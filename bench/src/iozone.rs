@@ -51,7 +51,7 @@ pub struct Options {
     /// How the file is read and written [default: both; mmap if throttled].
     #[arg(long, value_enum, value_delimiter = ',')]
     through: Vec<Through>,
-    /// plain, mount, mount-asking, mount-passthrough, mount-exclusive, mount-writeback, origin; the first one is what the others are divided by.
+    /// plain, mount, mount-asking, mount-passthrough, mount-exclusive, mount-writeback, mount-recompress, origin; the first one is what the others are divided by.
     #[arg(long, value_delimiter = ',', default_value = "plain,mount")]
     sides: Vec<Keeper>,
     /// KiB in a record [default: 4 to 16384, doubled each time; 64 and 4096 with --quick].

@@ -49,7 +49,7 @@ pub struct Options {
     /// What the file lies on [default: both; fast with --quick].
     #[arg(long, value_enum, value_delimiter = ',')]
     disk: Vec<Speed>,
-    /// mount, mount-passthrough, mount-exclusive, mount-writeback, origin; beside each of them stands plain.
+    /// mount, mount-passthrough, mount-exclusive, mount-writeback, mount-recompress, origin; beside each of them stands plain.
     #[arg(long, value_delimiter = ',', default_value = "mount,origin")]
     sides: Vec<Keeper>,
     /// KiB that are read at once.

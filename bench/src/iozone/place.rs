@@ -8,6 +8,7 @@
 //! | `mount-passthrough` | the same with `--passthrough writable`                                                      |
 //! | `mount-exclusive`   | the same with `--exclusive`                                                                 |
 //! | `mount-writeback`   | the same with `--exclusive --writeback-cache`                                               |
+//! | `mount-recompress`  | the same with `--recompress zstd --recompress-after 1`                                      |
 //! | `origin`            | the same ext4, mounted on a disk of ours whose origin is the disk (`disk create --origin`)  |
 //!
 //! **Memory.** Every side has M. Without ours, the control group of the worker is limited to that, its page cache in it. With ours, the group of the
@@ -58,12 +59,13 @@ pub enum Keeper {
 /// What a mounted tree is called, and with which flags it is mounted.
 type MountSide = (&'static str, &'static [&'static str]);
 
-static MOUNTS: [MountSide; 5] = [
+static MOUNTS: [MountSide; 6] = [
     ("mount", &[]),
     ("mount-asking", &["--remember", "0"]),
     ("mount-passthrough", &["--passthrough", "writable"]),
     ("mount-exclusive", &["--exclusive"]),
     ("mount-writeback", &["--exclusive", "--writeback-cache"]),
+    ("mount-recompress", &["--recompress", "zstd", "--recompress-after", "1"]),
 ];
 
 impl FromStr for Keeper {
@@ -76,7 +78,7 @@ impl FromStr for Keeper {
             _ => match MOUNTS.iter().find(|(name, _)| *name == word) {
                 Some(side) => Ok(Keeper::Mount(side)),
                 None => Err(format!(
-                    "{word:?} is none of plain, mount, mount-asking, mount-passthrough, mount-exclusive, mount-writeback, origin"
+                    "{word:?} is none of plain, mount, mount-asking, mount-passthrough, mount-exclusive, mount-writeback, mount-recompress, origin"
                 )),
             },
         }

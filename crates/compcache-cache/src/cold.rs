@@ -13,7 +13,11 @@
 //! So unless it is told otherwise a cache has groups made only where what was read below lately took more than twice as long as decoding groups would have.
 //!
 //! **Charges.** What a page is taken to cost (`index::charge`) stays what it was when it came. What groups save in all is what the pool takes less than that, and is
-//! reckoned anew whenever pages go; so it is known, too, what is left of groups that are half empty.
+//! reckoned anew whenever pages go. It is less than nothing where too little is left of too many groups.
+//!
+//! **Holes.** Pages go one by one, and the memory of a group with its last. So groups of which less than half is left are gathered into full ones as soon as they waste a
+//! 32nd of the limit, and until then a page that comes pushes out two others at the most: else what groups have gained would be given up for a few new pages. As long as there
+//! are groups they are gathered, also when no more are to be made.
 
 use std::time::Duration;
 
@@ -23,7 +27,9 @@ use crate::index::Index;
 use crate::{Cache, now_ns};
 
 /// It is done only where contexts and buffers take no more than such a part of the limit.
-const TOOLS_SHARE: u64 = 8;
+pub const TOOLS_SHARE: u64 = 8;
+/// Groups of which little is left may waste such a part of it.
+const WASTE_SHARE: u64 = 32;
 
 /// What becomes of pages that were not found for a while.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,43 +50,63 @@ impl Default for Recompress {
 
 /// What the thread needs for it.
 #[derive(Default)]
-pub struct Cold {
-    /// What was wanted when it was made.
-    tools: Option<(Recompress, Recompression)>,
+pub struct Cold(Option<Tools>);
+
+struct Tools {
+    level: i8,
+    after: Duration,
+    recompression: Recompression,
 }
 
 impl Cold {
     /// Does the next piece, if there is one. Returns when to come again at the latest.
     pub fn go_on<S: Copy + PartialEq>(&mut self, cache: &Cache<S>, worker: &mut Worker) -> Option<Duration> {
-        let (wanted, limit_bytes) = {
+        let (wanted, limit_bytes, pages) = {
             let index = cache.lock();
-            (index.recompress_now(self.tools.is_some()), index.limit_bytes)
+            (index.recompress_now(self.0.is_some()), index.limit_bytes, index.queues.length() as u64)
         };
-        if self.tools.as_ref().map(|(made_for, _)| *made_for) != wanted {
-            self.tools = None;
-            self.tools = wanted.and_then(|wanted| tools(cache, wanted));
-            cache.lock().cold_bytes = 0;
-        }
-        let (_, tools) = self.tools.as_mut()?;
-        if tools.used_bytes() > limit_bytes / TOOLS_SHARE {
-            return None;
-        }
+        let fits = |level| Recompressor::used_bytes_at(level) <= limit_bytes / TOOLS_SHARE;
+        let only_gathers = match (&self.0, wanted.filter(|(level, _)| fits(*level))) {
+            (Some(tools), Some(wanted)) if (tools.level, tools.after) == wanted => false,
+            (_, Some(wanted)) => {
+                self.have(cache, (pages >= Recompression::PAGES_LEAST).then_some(wanted));
+                false
+            }
+            // What is in groups stays there, and is not to keep others from being stored.
+            (Some(tools), None) if fits(tools.level) && cache.pool.stats().grouped_pages > 0 => true,
+            (Some(_), None) => {
+                self.have(cache, None);
+                return None;
+            }
+            (None, None) => return None,
+        };
+        let tools = &mut self.0.as_mut()?.recompression;
+        tools.only_gathers(only_gathers);
+        tools.gather_above(limit_bytes / WASTE_SHARE);
         let piece = tools.go_on(&cache.pool, worker, now_ns());
         if piece.worked {
             let index = &mut *cache.lock();
-            index.cold_bytes = tools.used_bytes();
             index.has_groups = true;
             cache.trim(index);
         }
         piece.again_ns.map(Duration::from_nanos)
     }
-}
 
-/// `None` where there is no memory for it; it is tried again.
-fn tools<S: Copy + PartialEq>(cache: &Cache<S>, wanted: Recompress) -> Option<(Recompress, Recompression)> {
-    let recompressor = Recompressor::new(&cache.store, wanted.level?).ok()?;
-    let after_ns = u64::try_from(wanted.after.as_nanos()).unwrap_or(u64::MAX);
-    Some((wanted, Recompression::new(recompressor, after_ns, now_ns())))
+    /// Has tools for this, or none; also where there is no memory for them, which is tried again.
+    fn have<S: Copy + PartialEq>(&mut self, cache: &Cache<S>, wanted: Option<(i8, Duration)>) {
+        // The old ones first: what they have set aside is others'.
+        self.0 = None;
+        self.0 = wanted.and_then(|(level, after)| {
+            let recompressor = Recompressor::new(&cache.store, level).ok()?;
+            let after_ns = u64::try_from(after.as_nanos()).unwrap_or(u64::MAX);
+            Some(Tools { level, after, recompression: Recompression::new(recompressor, after_ns, now_ns()) })
+        });
+        let index = &mut *cache.lock();
+        // Before they are used: then their memory is there.
+        index.cold_bytes = self.0.as_ref().map_or(0, |tools| tools.recompression.used_bytes());
+        index.gathers = self.0.is_some();
+        cache.trim(index);
+    }
 }
 
 impl<S: Copy + PartialEq> Cache<S> {
@@ -104,7 +130,7 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Reckons what groups save, if there are any.
     pub(crate) fn reckon(&self, index: &mut Index<S>) {
         if index.has_groups {
-            index.saved_bytes = index.charged_bytes.saturating_sub(index.charged_for(self.pool.used_bytes()));
+            index.saved_bytes = index.charged_bytes as i64 - index.charged_for(self.pool.used_bytes()) as i64;
         }
     }
 }

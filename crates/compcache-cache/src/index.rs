@@ -8,6 +8,7 @@
 //! write, one time in 4096.
 
 use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
 
 use crate::admission::Admission;
 use crate::ghost::{Ghost, hash};
@@ -197,8 +198,10 @@ pub struct Index<S> {
     /// What the pages in the queues are taken to cost, in bytes.
     pub charged_bytes: u64,
     /// Of that, what groups of cold pages save, as last reckoned.
-    pub saved_bytes: u64,
+    pub saved_bytes: i64,
     pub has_groups: bool,
+    /// Groups of which little is left are made into full ones.
+    pub gathers: bool,
     pub recompress: Recompress,
     /// What the tools take that groups are made with.
     pub cold_bytes: u64,
@@ -231,7 +234,7 @@ impl<S: Copy + PartialEq> Index<S> {
 
     /// What the pages that are here cost.
     pub fn cost_bytes(&self) -> u64 {
-        self.charged_bytes.saturating_sub(self.saved_bytes)
+        self.charged_bytes.saturating_add_signed(-self.saved_bytes)
     }
 
     /// What they are charged for, all in all, where the pool takes so much.
@@ -239,11 +242,11 @@ impl<S: Copy + PartialEq> Index<S> {
         pool_bytes + self.queues.length() as u64 * PAGE_BYTES
     }
 
-    /// What is to become of cold pages, if they are not to stay as they are; `already`: it does.
-    pub fn recompress_now(&self, already: bool) -> Option<Recompress> {
-        let Recompress { level, where_it_pays, .. } = self.recompress;
-        let pays = level.is_some() && (!where_it_pays || self.admission.is_below_slow(already));
-        pays.then_some(self.recompress)
+    /// At what level of zstd cold pages are to be compressed again, and after how long, if they are not to stay as they are; `already`: it is done.
+    pub fn recompress_now(&self, already: bool) -> Option<(i8, Duration)> {
+        let Recompress { level, where_it_pays, after } = self.recompress;
+        let pays = !where_it_pays || self.admission.is_below_slow(already);
+        level.filter(|_| pays).map(|level| (level, after))
     }
 
     /// Gives back memory of records that went, if most did.

@@ -70,7 +70,7 @@ pub use stats::CacheStats;
 pub use writing::Writing;
 
 use admission::Admission;
-use cold::Cold;
+use cold::{Cold, TOOLS_SHARE};
 use ghost::Ghost;
 use index::{Files, Index, Turns};
 use miniature::{Miniatures, soon_pages};
@@ -98,6 +98,10 @@ const BETWEEN_COMPACTIONS: Duration = Duration::from_millis(250);
 
 /// Pages that are got or put under one hold of the lock.
 const AT_ONCE: usize = 64;
+/// Pages that are pushed out at most after so many have come, while there are groups.
+const EVICTED_BESIDE_GROUPS: usize = 2 * AT_ONCE;
+/// Up to so much of the limit pages leave groups when they are found again: a little more than others have to go above.
+const SPARE_PERCENT: u8 = 96;
 /// Pages that are copied, or stored of those that wait, under one.
 const KEPT_AT_ONCE: usize = 16;
 
@@ -145,7 +149,7 @@ impl<S: Copy + PartialEq> Cache<S> {
     pub fn new(limit_bytes: u64, codec: Codec) -> Result<Cache<S>, StoreError> {
         // The limit is set with each change of what the index takes.
         let store = Store::new(StoreConfig { limit_bytes: 0, reserve_bytes: RESERVE_BYTES, ..StoreConfig::default() })?;
-        let pool = store.create_pool(PoolConfig { codec, ..PoolConfig::default() })?;
+        let pool = store.create_pool(PoolConfig { codec, spare_percent: SPARE_PERCENT, ..PoolConfig::default() })?;
         let index = Index {
             files: Files::new(),
             turns: Turns::new(),
@@ -157,6 +161,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             charged_bytes: 0,
             saved_bytes: 0,
             has_groups: false,
+            gathers: false,
             recompress: Recompress::default(),
             cold_bytes: 0,
             limit_bytes,
@@ -580,6 +585,10 @@ impl<S: Copy + PartialEq> Cache<S> {
         let index = &mut *self.lock();
         index.is_filling |= limit_bytes > index.limit_bytes;
         index.limit_bytes = limit_bytes;
+        if index.cold_bytes > limit_bytes / TOOLS_SHARE {
+            // The thread will give them up.
+            index.cold_bytes = 0;
+        }
         index.ghost = Ghost::new(ghost_pages(limit_bytes));
         index.miniatures = Miniatures::new(ghost_pages(limit_bytes));
         index.written.fit_buffers(WrittenPages::<S>::buffers_wanted(limit_bytes), Vec::new());
@@ -692,15 +701,21 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Lets pages go, as many as it takes, where what they may cost changes as they go; in the common way, where a page leaves for each that comes, how they fared in
     /// the small queue says something of new ones.
     fn shrink_to(&self, index: &mut Index<S>, target_bytes: impl Fn(&Index<S>) -> u64, is_common: bool) {
-        // What is saved by groups of which some pages went is known when it is reckoned anew.
-        while {
+        // Where groups are gathered, their memory comes a little later than their pages go.
+        let mut most = if is_common && index.gathers { EVICTED_BESIDE_GROUPS } else { usize::MAX };
+        loop {
             self.reckon(index);
-            index.cost_bytes() > target_bytes(index)
-        } {
+            if index.cost_bytes() <= target_bytes(index) {
+                return;
+            }
             while index.cost_bytes() > target_bytes(index) {
+                if most == 0 {
+                    return;
+                }
                 let Some(place) = index.evict(is_common) else { return };
                 self.evicted.fetch_add(1, Relaxed);
                 self.release(index, place);
+                most -= 1;
             }
         }
     }

@@ -29,6 +29,7 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Drops pages of a file from `first` to before `end` (to the last, if that is `u32::MAX`), but only so many. Whether that was all.
     pub(crate) fn drop_some(&self, index: &mut Index<S>, slot: u32, first: u32, end: u32) -> bool {
         let mut is_all = false;
+        self.reckon(index);
         for _ in 0..GONE_AT_ONCE {
             let Some(place) = index.files.at(slot).and_then(|file| file.take_first(first, end)) else {
                 is_all = true;
@@ -90,7 +91,8 @@ impl<S: Copy + PartialEq> Cache<S> {
     pub(crate) fn let_a_quarter_go(&self) {
         self.in_parts(|index| {
             let target_bytes = index.target_bytes(12);
-            self.shrink_some(index, target_bytes)
+            // Where groups are gathered most of their memory comes with that.
+            self.shrink_some(index, target_bytes) || index.gathers
         });
     }
 }

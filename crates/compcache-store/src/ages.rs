@@ -23,6 +23,9 @@ impl Aged {
     /// All pages.
     pub const ALL: Aged = Aged::new(0, 0..=u8::MAX);
 
+    /// No page, whatever its age.
+    pub const NONE: Aged = Aged::new(0, RangeInclusive::new(u8::MAX, 0));
+
     /// The pages that were last used so many ages before age `as_of`.
     pub const fn new(as_of: u8, ago: RangeInclusive<u8>) -> Aged {
         Aged { as_of, ago }
@@ -78,15 +81,26 @@ impl Ages {
         (self.first..=self.now).rev().find(|age| now_ns.saturating_sub(began(*age)) >= idle_ns)
     }
 
+    /// The pages of all ages before `before`, also of those that are not known here.
+    pub fn aged_before(&self, before: u64) -> Aged {
+        self.aged_until(before, u8::MAX)
+    }
+
     /// The pages of ages from `from` on and before `before`: what [`Pool::recompress`](crate::Pool::recompress) asks for.
     pub fn aged(&self, from: u64, before: u64) -> Aged {
-        let ago = |age: u64| u8::try_from(self.now - age.min(self.now)).unwrap_or(u8::MAX);
-        let range = match ago(before).checked_add(1) {
-            Some(youngest) => youngest..=ago(from.min(before)),
+        self.aged_until(before, self.ago(from.min(before)))
+    }
+
+    fn aged_until(&self, before: u64, oldest: u8) -> Aged {
+        match self.ago(before).checked_add(1) {
+            Some(youngest) => Aged::new(self.now as u8, youngest..=oldest),
             // Longer ago than pages know.
-            None => RangeInclusive::new(u8::MAX, 0),
-        };
-        Aged::new(self.now as u8, range)
+            None => Aged::NONE,
+        }
+    }
+
+    fn ago(&self, age: u64) -> u8 {
+        u8::try_from(self.now - age.min(self.now)).unwrap_or(u8::MAX)
     }
 }
 
@@ -104,6 +118,7 @@ mod tests {
         // Now is 37: pages of age 30 and older are cold.
         assert_eq!(ages.aged(0, 31), Aged::new(37, 7..=37));
         assert_eq!(ages.aged(25, 31), Aged::new(37, 7..=12));
+        assert_eq!(ages.aged_before(31), Aged::new(37, 7..=255));
         assert!(ages.aged(31, 31).is_empty(), "nothing has become cold since");
         // Somebody else has it grow older, past the end of what the store counts.
         ages.note(250, 310);

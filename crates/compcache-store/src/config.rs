@@ -1,6 +1,7 @@
 //! What a store and a pool are told when they are made.
 
 use crate::codec::Codec;
+use crate::reclaim::{ABOVE_PERCENT, GAP_PERCENT};
 
 /// How a [`Store`](crate::Store) is set up. All of it but the limit is fixed for the store's life.
 #[derive(Clone, Copy, Debug)]
@@ -30,11 +31,14 @@ pub struct PoolConfig {
     /// The most memory this pool may hold: the size classes of its objects and its tables. `u64::MAX` is no limit
     /// beside the store's.
     pub limit_bytes: u64,
+    /// In hundredths of the limits, the pool's and the store's: up to so much in use, a page that is read the second time leaves its group. Without effect where there is a
+    /// backing.
+    pub spare_percent: u8,
 }
 
 impl Default for PoolConfig {
-    /// LZ4, no limit of its own.
+    /// LZ4, no limit of its own, 75 percent.
     fn default() -> Self {
-        PoolConfig { codec: Codec::Lz4, limit_bytes: u64::MAX }
+        PoolConfig { codec: Codec::Lz4, limit_bytes: u64::MAX, spare_percent: ABOVE_PERCENT - GAP_PERCENT }
     }
 }

@@ -66,6 +66,8 @@ pub(crate) struct PoolCore {
     pub counters: Box<Counters>,
     codec: AtomicU32,
     limit: write::PoolLimit,
+    /// As [`PoolConfig`] has it.
+    spare_percent: u8,
     disk_bytes: AtomicU64,
     pub backing: Option<Arc<Backing>>,
     /// Pages were taken one by one, so that there may be leaves to free.
@@ -182,6 +184,7 @@ impl Pool {
             counters: Counters::new(),
             codec: AtomicU32::new(config.codec.pack()),
             limit: write::PoolLimit::new(config.limit_bytes),
+            spare_percent: config.spare_percent,
             disk_bytes: AtomicU64::new(0),
             backing,
             emptied: AtomicBool::new(false),

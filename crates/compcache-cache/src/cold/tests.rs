@@ -51,6 +51,15 @@ fn read(cache: &Cache<u64>, worker: &mut Worker, pages: std::ops::Range<u32>, ve
     here
 }
 
+/// Reads pages, in parts for which there is room beside those that are in groups by then.
+fn group(cache: &Cache<u64>, worker: &mut Worker, pages: u32) {
+    for first in (0..pages).step_by(2048) {
+        read(cache, worker, first..first + 2048, 1);
+        let least = u64::from(first + 2048) / 10 * 9;
+        wait_until("nine tenths are in groups", || cache.stats().grouped_pages >= least);
+    }
+}
+
 fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     let begun = Instant::now();
     while !is_so() {
@@ -118,10 +127,60 @@ fn the_memory_of_groups_of_which_pages_go_is_no_memory_beyond_the_limit() {
             read(&cache, &mut worker, first..first + 16, 1);
             assert!(cache.stats().mem_used_total <= limit_bytes, "{limit_bytes}: {:?}", cache.stats());
         }
+        assert!(cache.stats().pages_stored > 50, "{limit_bytes}: {:?}", cache.stats());
     }
     cache.drop_file(FILE);
-    let index = cache.lock();
-    assert_eq!((index.charged_bytes, index.cost_bytes()), (0, 0));
+    assert_eq!(cache.lock().charged_bytes, 0);
+}
+
+#[test]
+fn new_pages_are_taken_where_little_is_left_of_groups_and_no_more_are_made() {
+    const LIMIT_BYTES: u64 = 12 << 20;
+    let (cache, mut worker) = kept_up(LIMIT_BYTES, ALWAYS);
+    group(&cache, &mut worker, 16_384);
+    for recompress in [Recompress { level: None, ..ALWAYS }, ALWAYS] {
+        cache.set_recompress(recompress).unwrap();
+        let mut rng = fastrand::Rng::with_seed(4);
+        for _ in 0..8000 {
+            let page = rng.u32(..16_384);
+            cache.begin_write(FILE, (page.into(), u64::from(page) + 1)).done(1, page.into(), &[], &[]);
+        }
+        // What is new is found at once, whatever is left of what was.
+        let begun = Instant::now();
+        let mut first = 20_000;
+        let mut taken = 0;
+        while taken < 3000 {
+            assert!(begun.elapsed() < PATIENCE, "{taken} pages: {:?}", cache.stats());
+            read(&cache, &mut worker, first..first + 16, 1);
+            taken += read(&cache, &mut worker, first..first + 16, 1);
+            first += 16;
+            assert!(cache.stats().mem_used_total <= LIMIT_BYTES, "{:?}", cache.stats());
+        }
+        assert!(first < 20_000 + 3 * 3000, "{taken} of {first}: {:?}", cache.stats());
+    }
+}
+
+#[test]
+fn a_new_page_pushes_out_few_others_though_some_of_each_group_are_read_again() {
+    let (cache, mut worker) = kept_up(16 << 20, ALWAYS);
+    let mut rng = fastrand::Rng::with_seed(5);
+    group(&cache, &mut worker, 16_384);
+    // One of four is read again.
+    for _ in 0..4096 {
+        let page = rng.u32(..16_384);
+        let token = cache.begin_read(FILE, 1, true);
+        cache.get(&mut worker, token, page, &mut [[0; 4096]], &mut [false]);
+    }
+    let (before, mut first) = (cache.stats(), 20_000);
+    while cache.stats().puts - before.puts < 6000 {
+        read(&cache, &mut worker, first..first + 16, 1);
+        first += 16;
+        thread::sleep(Duration::from_millis(1));
+    }
+    let after = cache.stats();
+    let (puts, evictions) = (after.puts - before.puts, after.evictions - before.evictions);
+    assert!(evictions < 3 * puts, "{evictions} went for {puts}: {before:?} {after:?}");
+    assert!(after.pages_stored > before.pages_stored / 2, "{before:?} {after:?}");
 }
 
 #[test]
@@ -131,18 +190,20 @@ fn pages_are_what_was_written_last_while_they_are_put_into_groups() {
     let mut rng = fastrand::Rng::with_seed(2);
     let begun = Instant::now();
     let (mut version, mut grouped) = (1, 0);
-    while begun.elapsed() < Duration::from_secs(3) || grouped == 0 {
+    while begun.elapsed() < Duration::from_secs(8) || grouped == 0 {
         assert!(begun.elapsed() < PATIENCE, "no page was ever in a group");
         for _ in 0..rng.u32(..500) {
             let first = rng.u32(..PAGES / 16) * 16;
             read(&cache, &mut worker, first..first + 16, version);
         }
         grouped += cache.stats().grouped_pages;
-        match rng.u32(..20) {
+        match rng.u32(..60) {
             // The file looks different.
             0 => version += 1,
             1 => cache.set_limit_bytes(rng.u64(5..9) << 20),
             2 => cache.clear(),
+            // Long enough for pages to become cold.
+            3..9 => thread::sleep(Duration::from_millis(800)),
             _ => thread::sleep(Duration::from_millis(rng.u64(..20))),
         }
     }

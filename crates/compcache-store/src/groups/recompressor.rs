@@ -51,7 +51,7 @@ impl Recompressor {
     pub fn new(store: &Arc<Store>, level: i8) -> Result<Recompressor, StoreError> {
         let (compressor, frame, pages) =
             (GroupCompressor::new(level)?, Buffer::new(FRAME_BYTES_MAX)?, Buffer::new(GROUP_BYTES)?);
-        let used_bytes = USED_BYTES.into_iter().find(|(most, _)| level <= *most).map_or(0, |(_, bytes)| bytes);
+        let used_bytes = Recompressor::used_bytes_at(level);
         store.aside.lock().join();
         Ok(Recompressor {
             store: store.clone(),
@@ -81,7 +81,12 @@ impl Recompressor {
         self.store.aside.lock().credit(&self.store.budget).map(drop)
     }
 
-    /// What its contexts and buffers take once they were used, with those of one worker that reads groups: half a MiB to two, by the level.
+    /// What contexts and buffers take once they were used, with those of one worker that reads groups: half a MiB to two, by the level.
+    pub fn used_bytes_at(level: i8) -> u64 {
+        USED_BYTES.into_iter().find(|(most, _)| level <= *most).map_or(0, |(_, bytes)| bytes)
+    }
+
+    /// The same, of this one.
     pub fn used_bytes(&self) -> u64 {
         self.used_bytes
     }

@@ -27,7 +27,6 @@ use crate::backing::{Batch, Fetcher, Record};
 use crate::error::StoreError;
 use crate::page::{Page, PageIndex};
 use crate::pool::Read;
-use crate::reclaim::{ABOVE_PERCENT, GAP_PERCENT};
 use crate::slot::Slot;
 use crate::table::SlotGuard;
 use crate::worker::Worker;
@@ -262,7 +261,7 @@ impl Pool {
     pub(super) fn has_memory_to_spare(&self) -> bool {
         let until_percent = match &self.core.backing {
             Some(backing) => backing.until_percent(),
-            None => (ABOVE_PERCENT - GAP_PERCENT).into(),
+            None => self.core.spare_percent.into(),
         };
         !self.store.budget.is_above(until_percent) && !self.core.is_above(until_percent)
     }

@@ -253,7 +253,7 @@ impl Disks {
         };
         let (mut backing, mut disks) = self.opening(disks, &name, 0, open)?;
         let limit_bytes = wanted.limit_bytes.unwrap_or(u64::MAX);
-        let config = PoolConfig { codec: codec.of_store(), limit_bytes };
+        let config = PoolConfig { codec: codec.of_store(), limit_bytes, ..PoolConfig::default() };
         let pool = match &backing {
             Some(backing) => self.store.create_pool_on(config, backing.backing())?,
             None => self.store.create_pool(config)?,
@@ -400,6 +400,11 @@ impl Disks {
                 || format!("disk {0} stays as it is; `compcache disk change {0}` changes its limit", change.name);
             safe::refuse_change(disk, change.size_bytes, change.limit_bytes).with_context(stays)?;
         }
+        if let (Shows::Origin(origin), Told { how: Some(_), .. } | Told { after: Some(_), .. }) =
+            (&attached.shows, told)
+        {
+            origin.set_recompress(told.of_cache(origin.recompress()))?;
+        }
         // Of a disk with an origin this is refused before anything is changed.
         if let Some(size_bytes) = change.size_bytes {
             attached.resize(&change.name, size_bytes)?;
@@ -426,7 +431,7 @@ impl Disks {
                 self.cold.change(disk.pool(), recompress);
                 attached.recompress = recompress;
             }
-            Shows::Origin(origin) => origin.set_recompress(told.of_cache(origin.recompress()))?,
+            Shows::Origin(_) => {}
         }
         if let (Shows::Pool(disk), Some(limit_bytes)) = (&attached.shows, change.limit_bytes) {
             disk.pool().set_limit_bytes(limit_bytes);

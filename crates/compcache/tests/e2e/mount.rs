@@ -17,7 +17,7 @@ use crate::support::{PATIENCE, Tree, by_rings, can_mount, compcache, said, sampl
 const MIB: usize = 1 << 20;
 
 /// Longer than a file's times need to tell its versions apart.
-const SETTLED: Duration = Duration::from_millis(100);
+pub const SETTLED: Duration = Duration::from_millis(100);
 
 /// Text that compresses, and is different everywhere.
 fn text(bytes: usize, which: u32) -> Vec<u8> {

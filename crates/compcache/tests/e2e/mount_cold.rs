@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use compcache_testkit::features::{Feature, requires};
 
 use crate::disk_cold::{PAGES, contents};
+use crate::mount::SETTLED;
 use crate::support::{PATIENCE, Server, Tree, can_mount, compcache, said};
 
 /// Waits for so many pages in groups.
@@ -28,7 +29,12 @@ fn pages_that_are_not_used_are_recompressed_and_are_what_the_file_is_like() {
     }
     let tree = Tree::mounted(&["--memory", "32M", "--recompress", "zstd", "--recompress-after", "1"]);
     let mut content = contents();
-    fs::write(tree.source().join("file"), &content).unwrap();
+    let write = |content: &[u8]| {
+        fs::write(tree.source().join("file"), content).unwrap();
+        // What changed just now is not kept.
+        thread::sleep(SETTLED);
+    };
+    write(&content);
     let read = || {
         tree.drop_kernel_cache();
         fs::read(tree.target().join("file")).unwrap()
@@ -55,7 +61,7 @@ fn pages_that_are_not_used_are_recompressed_and_are_what_the_file_is_like() {
     }
     // Told otherwise, and told again.
     tree.ok(&["remount", "--recompress", "none"]);
-    fs::write(tree.source().join("file"), &content).unwrap();
+    write(&content);
     assert!(read() == content);
     thread::sleep(Duration::from_secs(3));
     assert_eq!(tree.stat("grouped_pages"), 0);
