@@ -3,7 +3,7 @@
 //! | question   | what is done                                                            | sides                                            | wanted, in time |
 //! |------------|-------------------------------------------------------------------------|--------------------------------------------------|-----------------|
 //! | `programs` | those of [`crate::programs`], under a limit of four times their peak    | by themselves; under `compcache run --ram`       | 1.02 at most    |
-//! | `reads`    | a file is read that is in the page cache already: see [`reads`]         | its file system; a mount of ours over it         | 1.03 at most    |
+//! | `reads`    | a file is read that is in the page cache already: see [`reads`]         | its file system; a mount of ours, and an origin  | 1.03 at most    |
 //!
 //! Nothing is compressed, and nobody waits for a disk: what is compared is what it costs that ours is there. For a program that is the start of `compcache run`
 //! and of its threads, and that its memory is watched: the shorter a program, the larger the share of the start. The sides take turns, the order turned round every second
@@ -39,8 +39,8 @@ pub struct Options {
     /// The limit of a program, in times of its peak.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(2..=64))]
     times: u64,
-    /// Who reads: plain, and mounts as for iozone; the first one is what the others are divided by.
-    #[arg(long, value_delimiter = ',', default_value = "plain,mount")]
+    /// Who reads: plain, origin, and mounts as for iozone; the first one is what the others are divided by.
+    #[arg(long, value_delimiter = ',', default_value = "plain,mount,origin")]
     sides: Vec<Keeper>,
     /// MiB in the file that is read [default: 256; 16 with --quick].
     #[arg(long, value_parser = clap::value_parser!(u64).range(4..=1 << 20))]

@@ -95,6 +95,9 @@ pub fn apply(args: &mut MountArgs) -> anyhow::Result<Forbidden> {
             ("memory" | "codec" | "recompress" | "recompress_after" | "remember" | "passthrough", None) => {
                 bail!("the option {name} needs a value, as in memory=10%")
             }
+            ("remount", None) => bail!(
+                "what a mount forbids is changed by the kernel alone: `mount -i -o remount,ro DIR`; limit and codec by `compcache remount`"
+            ),
             _ => return Err(anyhow!("there is no option {option}; compcache-mount(1) has the list")),
         }
     }
@@ -156,6 +159,8 @@ mod tests {
         assert!(apply(&mut args).is_ok() && args.writeback_cache);
         let refused = apply(&mut with("writeback_cache")).unwrap_err();
         assert!(refused.to_string().contains("needs exclusive"), "{refused:#}");
+        let refused = apply(&mut with("ro,remount")).unwrap_err();
+        assert!(refused.to_string().contains("mount -i -o remount"), "{refused:#}");
         let refused = apply(&mut with("exclusive,watch")).unwrap_err();
         assert!(refused.to_string().contains("exclude each other"), "{refused:#}");
     }
