@@ -62,7 +62,13 @@ pub struct Handler {
     zeroes: Box<[Page; BATCH]>,
     messages: Box<[uffd_msg; MESSAGES]>,
     pending: Box<[Fault; PENDING]>,
+    /// When each of them was read.
+    pending_since_ns: Box<[u64; PENDING]>,
     pending_len: usize,
+    /// When the thread woke up, as long as nothing was read since.
+    woken_ns: Option<u64>,
+    /// When what is being read was there, as far as we know.
+    read_ns: u64,
     /// Messages read without the lock: [`crate::remap`].
     early: Box<Early>,
     streams: Streams,
@@ -90,15 +96,18 @@ impl Handler {
     /// A handler with all its buffers.
     pub fn new(worker: Worker) -> Box<Handler> {
         // SAFETY: bytes, messages of plain numbers, and pairs of numbers are valid when zero.
-        let (pages, zeroes, messages, pending) =
-            unsafe { (boxed_zeroed(), boxed_zeroed(), boxed_zeroed(), boxed_zeroed()) };
+        let (pages, zeroes, messages, pending, pending_since_ns) =
+            unsafe { (boxed_zeroed(), boxed_zeroed(), boxed_zeroed(), boxed_zeroed(), boxed_zeroed()) };
         Box::new(Handler {
             worker,
             pages,
             zeroes,
             messages,
             pending,
+            pending_since_ns,
             pending_len: 0,
+            woken_ns: None,
+            read_ns: 0,
             // SAFETY: messages of plain numbers are valid when zero.
             early: unsafe { boxed_zeroed() },
             streams: Streams::default(),
@@ -144,7 +153,7 @@ impl Handler {
         self.is_to_end = false;
         while !self.is_to_end {
             channel.uffd.wait(-1);
-            let begun = clock_ns();
+            self.woken_ns = Some(clock_ns());
             self.follower.before_answer(pager);
             let mut state = self.lock(pager, &channel);
             state = self.catch_up(pager, &channel, state, false);
@@ -155,8 +164,11 @@ impl Handler {
                     continue;
                 }
                 self.pending_len -= 1;
-                let fault = self.pending[self.pending_len];
+                let (fault, since_ns) = (self.pending[self.pending_len], self.pending_since_ns[self.pending_len]);
                 state = self.answer(pager, &channel, state, fault);
+                if let Some(slot) = pager.slot() {
+                    slot.counters.record_fault_ns(clock_ns().saturating_sub(since_ns));
+                }
                 answered += 1;
                 self.follower.note_fault(pager, fault.thread);
             }
@@ -165,10 +177,6 @@ impl Handler {
             if answered > 0
                 && let Some(slot) = pager.slot()
             {
-                let each_ns = (clock_ns() - begun) / answered;
-                for _ in 0..answered {
-                    slot.counters.record_fault_ns(each_ns);
-                }
                 slot.counters.faults.fetch_add(answered, Relaxed);
             }
             if low {
@@ -197,6 +205,7 @@ impl Handler {
     /// event whose originator has already been let go on.
     fn pump(&mut self, pager: &Pager, channel: &Channel, state: &mut State) -> usize {
         let mut total = 0;
+        self.read_ns = self.woken_ns.take().unwrap_or_else(clock_ns);
         while let Some(message) = self.early.pop(pager) {
             if uffd::decode(&message).is_some_and(|event| crate::remap::not_meant(channel, state, &event)) {
                 crate::process::die(pager, Trouble::NotMeant);
@@ -242,7 +251,7 @@ impl Handler {
             channel.uffd.wake(fault.page as usize * PAGE, PAGE);
             return;
         }
-        self.pending[self.pending_len] = fault;
+        (self.pending[self.pending_len], self.pending_since_ns[self.pending_len]) = (fault, self.read_ns);
         self.pending_len += 1;
     }
 

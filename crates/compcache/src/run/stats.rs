@@ -89,7 +89,7 @@ pub struct Stats {
     pub spill_written_pages: u64,
     /// Pages read from them.
     pub spill_read_pages: u64,
-    /// Median of the time a fault took in the pager, at most a fifth less; faults that are answered together have equal parts of it.
+    /// Median of the time from when the pager heard of a fault to its answer, what others took that it heard of together with that one included, at most a fifth less.
     pub fault_p50_ns: u64,
     /// 99 of 100 faults took no longer, as above.
     pub fault_p99_ns: u64,
