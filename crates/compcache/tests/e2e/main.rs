@@ -76,3 +76,4 @@ mod swap;
 mod swap_here;
 mod traps;
 mod ublk_disks;
+mod units;
