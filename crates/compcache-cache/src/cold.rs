@@ -16,8 +16,8 @@
 //! reckoned anew whenever pages go. It is less than nothing where too little is left of too many groups.
 //!
 //! **Holes.** Pages go one by one, and the memory of a group with its last. So groups of which less than half is left are gathered into full ones as soon as they waste a
-//! 32nd of the limit, and until then a page that comes pushes out two others at the most: else what groups have gained would be given up for a few new pages. As long as there
-//! are groups they are gathered, also when no more are to be made.
+//! 32nd of the limit beyond what cannot be gathered; until then that memory counts as free, and a page that comes pushes out two others at the most: else what groups have gained
+//! would be given up for a few new pages. They are gathered also when no more are to be made.
 
 use std::time::Duration;
 
@@ -69,13 +69,15 @@ impl Cold {
         let only_gathers = match (&self.0, wanted.filter(|(level, _)| fits(*level))) {
             (Some(tools), Some(wanted)) if (tools.level, tools.after) == wanted => false,
             (_, Some(wanted)) => {
-                self.have(cache, (pages >= Recompression::PAGES_LEAST).then_some(wanted));
+                self.have(cache, worker, (pages >= Recompression::PAGES_LEAST).then_some(wanted));
                 false
             }
             // What is in groups stays there, and is not to keep others from being stored.
-            (Some(tools), None) if fits(tools.level) && cache.pool.stats().grouped_pages > 0 => true,
+            (Some(tools), None) if fits(tools.level) && cache.pool.stats().group_bytes > limit_bytes / WASTE_SHARE => {
+                true
+            }
             (Some(_), None) => {
-                self.have(cache, None);
+                self.have(cache, worker, None);
                 return None;
             }
             (None, None) => return None,
@@ -84,16 +86,15 @@ impl Cold {
         tools.only_gathers(only_gathers);
         tools.gather_above(limit_bytes / WASTE_SHARE);
         let piece = tools.go_on(&cache.pool, worker, now_ns());
-        if piece.worked {
-            let index = &mut *cache.lock();
-            index.has_groups = true;
-            cache.trim(index);
-        }
+        let expected_bytes = tools.expected_bytes(&cache.pool).min(limit_bytes / WASTE_SHARE);
+        let index = &mut *cache.lock();
+        index.has_groups |= piece.worked;
+        index.expected_bytes = expected_bytes;
         piece.again_ns.map(Duration::from_nanos)
     }
 
     /// Has tools for this, or none; also where there is no memory for them, which is tried again.
-    fn have<S: Copy + PartialEq>(&mut self, cache: &Cache<S>, wanted: Option<(i8, Duration)>) {
+    fn have<S: Copy + PartialEq>(&mut self, cache: &Cache<S>, worker: &mut Worker, wanted: Option<(i8, Duration)>) {
         // The old ones first: what they have set aside is others'.
         self.0 = None;
         self.0 = wanted.and_then(|(level, after)| {
@@ -101,11 +102,16 @@ impl Cold {
             let after_ns = u64::try_from(after.as_nanos()).unwrap_or(u64::MAX);
             Some(Tools { level, after, recompression: Recompression::new(recompressor, after_ns, now_ns()) })
         });
-        let index = &mut *cache.lock();
-        // Before they are used: then their memory is there.
-        index.cold_bytes = self.0.as_ref().map_or(0, |tools| tools.recompression.used_bytes());
-        index.gathers = self.0.is_some();
-        cache.trim(index);
+        {
+            let index = &mut *cache.lock();
+            index.gathers = false;
+            index.expected_bytes = 0;
+            // Before they are used: then their memory is there.
+            index.cold_bytes = self.0.as_ref().map_or(0, |tools| tools.recompression.used_bytes());
+            cache.trim(index, 0);
+            index.gathers = self.0.is_some();
+        }
+        cache.compact(worker);
     }
 }
 

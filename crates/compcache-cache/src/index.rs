@@ -200,8 +200,9 @@ pub struct Index<S> {
     /// Of that, what groups of cold pages save, as last reckoned.
     pub saved_bytes: i64,
     pub has_groups: bool,
-    /// Groups of which little is left are made into full ones.
+    /// Groups of which little is left are made into full ones, and so much more is expected of that.
     pub gathers: bool,
+    pub expected_bytes: u64,
     pub recompress: Recompress,
     /// What the tools take that groups are made with.
     pub cold_bytes: u64,
@@ -234,7 +235,7 @@ impl<S: Copy + PartialEq> Index<S> {
 
     /// What the pages that are here cost.
     pub fn cost_bytes(&self) -> u64 {
-        self.charged_bytes.saturating_add_signed(-self.saved_bytes)
+        self.charged_bytes.saturating_add_signed(-self.saved_bytes).saturating_sub(self.expected_bytes)
     }
 
     /// What they are charged for, all in all, where the pool takes so much.

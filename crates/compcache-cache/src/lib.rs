@@ -98,8 +98,8 @@ const BETWEEN_COMPACTIONS: Duration = Duration::from_millis(250);
 
 /// Pages that are got or put under one hold of the lock.
 const AT_ONCE: usize = 64;
-/// Pages that are pushed out at most after so many have come, while there are groups.
-const EVICTED_BESIDE_GROUPS: usize = 2 * AT_ONCE;
+/// Pages that one which comes pushes out at the most, where groups are gathered.
+const EVICTED_FOR_ONE: usize = 2;
 /// Up to so much of the limit pages leave groups when they are found again: a little more than others have to go above.
 const SPARE_PERCENT: u8 = 96;
 /// Pages that are copied, or stored of those that wait, under one.
@@ -162,6 +162,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             saved_bytes: 0,
             has_groups: false,
             gathers: false,
+            expected_bytes: 0,
             recompress: Recompress::default(),
             cold_bytes: 0,
             limit_bytes,
@@ -320,7 +321,7 @@ impl<S: Copy + PartialEq> Cache<S> {
         let (mut next, mut is_full) = (first, false);
         for pages in pages.chunks(AT_ONCE) {
             if self.put_some(worker, token, wanted, next, pages) {
-                self.let_a_quarter_go();
+                self.make_way(pages.len());
                 is_full = true;
             }
             next = next.saturating_add(AT_ONCE as u32);
@@ -357,15 +358,16 @@ impl<S: Copy + PartialEq> Cache<S> {
             };
             self.settle(index, token.slot, *page, *place, written.filter(|_| is_good), comes);
         }
-        self.trim(index);
+        self.trim(index, count);
         is_full
     }
 
-    /// Lets go of what has become too much.
-    fn trim(&self, index: &mut Index<S>) {
+    /// Lets go of what has become too much, after so many pages came. Where groups are gathered, their memory comes a little later than their pages go.
+    fn trim(&self, index: &mut Index<S>, came: usize) {
         self.fit_store(index);
         let target_bytes = index.target_bytes(15);
-        self.shrink_to(index, |_| target_bytes, true);
+        let most = if index.gathers { EVICTED_FOR_ONE * came } else { usize::MAX };
+        self.shrink_to(index, |_| target_bytes, true, most);
     }
 
     /// Stores pages that were written and wait for it; if there are none, waits for them, for so long at most. For one thread,
@@ -380,7 +382,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             let more = (there..wanted).map(|_| Box::new([0xff; 4096])).collect();
             let index = &mut *self.lock();
             index.written.fit_buffers(wanted, more);
-            self.trim(index);
+            self.trim(index, KEPT_AT_ONCE);
         }
         let index = self.lock();
         let waited = self.written.wait_timeout_while(index, patience, |index| index.written.is_empty());
@@ -428,10 +430,10 @@ impl<S: Copy + PartialEq> Cache<S> {
                 index.files.tidy(slot);
             }
             index.written.kept();
-            self.trim(index);
+            self.trim(index, taken);
         }
         if is_full {
-            self.let_a_quarter_go();
+            self.make_way(taken);
             self.make_room(worker);
         }
         true
@@ -596,11 +598,13 @@ impl<S: Copy + PartialEq> Cache<S> {
         // Tables may take more than all of the new limit. So what goes is as many pages as is enough if the tables are given back with them, as they are then.
         let target = if limit_bytes < LEAST_BYTES { 0 } else { index.target_bytes_without_files(15) };
         let unused = |index: &Index<S>| index.queues.unused_bytes(index.queues.places_wanted(limit_bytes));
-        self.shrink_to(index, |index| target.saturating_sub(index.files.fitted_bytes() + unused(index)), false);
+        let without_files = |index: &Index<S>| target.saturating_sub(index.files.fitted_bytes() + unused(index));
+        self.shrink_to(index, without_files, false, usize::MAX);
         self.fit_tables(index);
         index.give_back_files();
         index.queues.give_back(0);
-        self.shrink_to(index, |index| index.target_bytes(15).saturating_sub(unused(index)), false);
+        let with_files = |index: &Index<S>| index.target_bytes(15).saturating_sub(unused(index));
+        self.shrink_to(index, with_files, false, usize::MAX);
         self.fit_store(index);
     }
 
@@ -621,7 +625,7 @@ impl<S: Copy + PartialEq> Cache<S> {
                 cache.compact(&mut worker);
                 let index = &mut *cache.lock();
                 index.simulate();
-                cache.trim(index);
+                cache.trim(index, KEPT_AT_ONCE);
                 cache.fit_tables(index);
                 compacted = Instant::now();
             }
@@ -698,20 +702,21 @@ impl<S: Copy + PartialEq> Cache<S> {
         self.fit_store(index);
     }
 
-    /// Lets pages go, as many as it takes, where what they may cost changes as they go; in the common way, where a page leaves for each that comes, how they fared in
-    /// the small queue says something of new ones.
-    fn shrink_to(&self, index: &mut Index<S>, target_bytes: impl Fn(&Index<S>) -> u64, is_common: bool) {
-        // Where groups are gathered, their memory comes a little later than their pages go.
-        let mut most = if is_common && index.gathers { EVICTED_BESIDE_GROUPS } else { usize::MAX };
+    /// Lets pages go, as many as it takes but no more than `most`, where what they may cost changes as they go; in the common way, where a page leaves for each that comes, how they
+    /// fared in the small queue says something of new ones.
+    fn shrink_to(
+        &self,
+        index: &mut Index<S>,
+        target_bytes: impl Fn(&Index<S>) -> u64,
+        is_common: bool,
+        mut most: usize,
+    ) {
         loop {
             self.reckon(index);
-            if index.cost_bytes() <= target_bytes(index) {
+            if most == 0 || index.cost_bytes() <= target_bytes(index) {
                 return;
             }
-            while index.cost_bytes() > target_bytes(index) {
-                if most == 0 {
-                    return;
-                }
+            while most > 0 && index.cost_bytes() > target_bytes(index) {
                 let Some(place) = index.evict(is_common) else { return };
                 self.evicted.fetch_add(1, Relaxed);
                 self.release(index, place);

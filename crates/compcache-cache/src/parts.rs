@@ -15,8 +15,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 use std::time::Duration;
 
-use crate::Cache;
 use crate::index::{Index, charge};
+use crate::{Cache, EVICTED_FOR_ONE};
 
 /// Pages that go under one hold of the lock: a millisecond or two. In tests few enough for parts to be common.
 const GONE_AT_ONCE: usize = if cfg!(test) { 16 } else { 1024 };
@@ -87,12 +87,20 @@ impl<S: Copy + PartialEq> Cache<S> {
         index.cost_bytes() <= target_bytes
     }
 
-    /// The store is full, whatever the charges say.
-    pub(crate) fn let_a_quarter_go(&self) {
-        self.in_parts(|index| {
-            let target_bytes = index.target_bytes(12);
-            // Where groups are gathered most of their memory comes with that.
-            self.shrink_some(index, target_bytes) || index.gathers
-        });
+    /// The store is full, whatever the charges say, and refused one of so many pages: a quarter goes. Where groups are gathered, most of their memory comes with that.
+    pub(crate) fn make_way(&self, refused: usize) {
+        let gathers = {
+            let index = &mut *self.lock();
+            if index.gathers {
+                self.shrink_to(index, |index| index.target_bytes(12), true, EVICTED_FOR_ONE * refused);
+            }
+            index.gathers
+        };
+        if !gathers {
+            self.in_parts(|index| {
+                let target_bytes = index.target_bytes(12);
+                self.shrink_some(index, target_bytes)
+            });
+        }
     }
 }

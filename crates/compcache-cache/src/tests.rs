@@ -617,7 +617,7 @@ fn what_a_file_has_left_is_neither_found_nor_in_the_way_of_what_it_has_now() {
     {
         let index = &mut *cache.lock();
         let target_bytes = index.charged_bytes / 2;
-        cache.shrink_to(index, |_| target_bytes, false);
+        cache.shrink_to(index, |_| target_bytes, false, usize::MAX);
     }
     cache.put(&mut worker, new, 5, &[content(1, 5, 2)]);
     cache.drop_left(left);

@@ -9,10 +9,10 @@
 //! A visit that there is no room for goes on later. A pool that holds little is left alone: there is less to be had than the contexts take.
 //!
 //! Where pages of groups go one by one and their memory is wanted, as in a cache, groups of which little is left are made into full ones as soon as they waste too much
-//! ([`Recompression::gather_above`]); the waste is what groups take beyond what as many pages took in new ones.
+//! ([`Recompression::gather_above`]). Not every hole can be filled, since groups of which most is left stay as they are: what a visit has left counts no more.
 
 use crate::ages::{Aged, Ages};
-use crate::groups::Recompressor;
+use crate::groups::{MEMBERS_MAX, Recompressor};
 use crate::page::PageIndex;
 use crate::pool::Pool;
 use crate::stats::PoolStats;
@@ -28,8 +28,6 @@ const VISITS: u64 = 4;
 const PAUSE: u64 = 3;
 /// Between two visits to sparse groups.
 const BETWEEN_GATHERINGS_NS: u64 = 250_000_000;
-/// The mean of what a page takes in a new group is over about so many pages.
-const PAGES_MEAN: u64 = 1 << 16;
 
 /// What has the cold pages of one pool recompressed, where nobody else has the store grow older. Times are of the worker's clock.
 pub struct Recompression {
@@ -41,12 +39,10 @@ pub struct Recompression {
     due_ns: u64,
     /// Nothing becomes a group that was none.
     only_gathers: bool,
-    /// The most that sparse groups may waste.
+    /// The most that groups may waste, beside what the last visit left.
     waste_bytes_max: u64,
+    left_bytes: u64,
     gathering_due_ns: u64,
-    /// Pages that came into new groups, and what these took.
-    made_pages: u64,
-    made_bytes: u64,
     visit: Option<Visit>,
     /// No piece before that.
     rests_until_ns: u64,
@@ -89,9 +85,8 @@ impl Recompression {
             due_ns: 0,
             only_gathers: false,
             waste_bytes_max: u64::MAX,
+            left_bytes: 0,
             gathering_due_ns: 0,
-            made_pages: 0,
-            made_bytes: 0,
             visit: None,
             rests_until_ns: 0,
             used: 0,
@@ -104,9 +99,14 @@ impl Recompression {
         self.recompressor.used_bytes()
     }
 
-    /// Has sparse groups made into full ones as soon as they waste more than this.
+    /// Has groups of which less than half is left made into full ones as soon as groups waste more than this, beside what the last visit left.
     pub fn gather_above(&mut self, waste_bytes_max: u64) {
         self.waste_bytes_max = waste_bytes_max;
+    }
+
+    /// What will become free by gathering, most of it.
+    pub fn expected_bytes(&self, pool: &Pool) -> u64 {
+        waste_bytes(&pool.stats()).saturating_sub(self.left_bytes)
     }
 
     /// Whether that is all that is done from now on: no page that is in none comes into a group.
@@ -138,15 +138,17 @@ impl Recompression {
         let begun_ns = worker.now_ns();
         let Ok(done) = pool.recompress(worker, &mut self.recompressor, &cold, visit.from) else {
             // There was no room. It goes on from here.
-            self.rests_until_ns = now_ns + self.after_ns / VISITS;
+            let is_urgent = self.waste_bytes_max < u64::MAX;
+            let rest_ns = self.after_ns / VISITS;
+            self.rests_until_ns = now_ns + if is_urgent { rest_ns.min(BETWEEN_GATHERINGS_NS) } else { rest_ns };
             return Piece { worked: true, ..Piece::default() };
         };
         let ended_ns = worker.now_ns();
-        self.note_made(done.pages as u64, done.after_bytes);
         self.rests_until_ns = ended_ns + (ended_ns - begun_ns) * PAUSE;
         self.visit = done.next.map(|from| Visit { from, ..visit });
         if self.visit.is_none() {
             self.tried = visit.before.or(self.tried);
+            self.left_bytes = waste_bytes(&pool.stats());
         }
         let again_ns = self.visit.map(|_| self.rests_until_ns - ended_ns);
         Piece { worked: true, pages: done.pages, again_ns }
@@ -174,35 +176,138 @@ impl Recompression {
         if pages < Self::PAGES_LEAST && stats.grouped_pages == 0 {
             return None;
         }
-        if now_ns >= self.gathering_due_ns && self.waste_bytes(stats) > self.waste_bytes_max {
+        let is_due = now_ns >= self.due_ns && !self.only_gathers;
+        let before = if is_due { self.ages.before(self.after_ns, now_ns) } else { None };
+        if is_due {
+            self.due_ns = now_ns + self.after_ns / VISITS;
+        }
+        let waste_bytes = waste_bytes(stats);
+        self.left_bytes = self.left_bytes.min(waste_bytes);
+        let has_become = |before: &u64| self.tried.is_none_or(|tried| !self.ages.aged(tried, *before).is_empty());
+        self.visit = match before.filter(has_become) {
+            // It gathers, too.
+            Some(before) => Some(Visit { from: PageIndex(0), before: Some(before) }),
+            None if now_ns >= self.gathering_due_ns && waste_bytes - self.left_bytes > self.waste_bytes_max => {
+                Some(Visit { from: PageIndex(0), before: None })
+            }
+            None => None,
+        };
+        if self.visit.is_some() {
             self.gathering_due_ns = now_ns + BETWEEN_GATHERINGS_NS;
-            self.visit = Some(Visit { from: PageIndex(0), before: None });
-            return self.visit;
         }
-        if now_ns < self.due_ns || self.only_gathers {
-            return None;
-        }
-        self.due_ns = now_ns + self.after_ns / VISITS;
-        let before = self.ages.before(self.after_ns, now_ns)?;
-        let has_become = self.tried.is_none_or(|tried| !self.ages.aged(tried, before).is_empty());
-        self.visit = has_become.then_some(Visit { from: PageIndex(0), before: Some(before) });
         self.visit
     }
+}
 
-    fn note_made(&mut self, pages: u64, bytes: u64) {
-        if pages > 0 {
-            (self.made_pages, self.made_bytes) = (self.made_pages + pages, self.made_bytes + bytes);
-            if self.made_pages > PAGES_MEAN {
-                (self.made_pages, self.made_bytes) = (self.made_pages / 2, self.made_bytes / 2);
-            }
-        }
+/// What groups take for pages that are not there, as if each had had sixteen.
+fn waste_bytes(stats: &PoolStats) -> u64 {
+    let places = stats.groups * MEMBERS_MAX as u64;
+    let gone = u128::from(places.saturating_sub(stats.grouped_pages));
+    (u128::from(stats.group_bytes) * gone).checked_div(places.into()).unwrap_or(0) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::sync::Arc;
+    use core::cell::Cell;
+
+    use super::*;
+    use crate::config::{PoolConfig, StoreConfig};
+    use crate::page::{PAGE_SIZE, Page};
+    use crate::store::Store;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    std::thread_local! {
+        static NOW: Cell<u64> = const { Cell::new(0) };
     }
 
-    /// What groups take beyond what their pages took when there were sixteen in each; nothing as long as none was made.
-    fn waste_bytes(&self, stats: &PoolStats) -> u64 {
-        let needed = u128::from(stats.grouped_pages) * u128::from(self.made_bytes);
-        needed
-            .checked_div(self.made_pages.into())
-            .map_or(0, |needed| u128::from(stats.group_bytes).saturating_sub(needed) as u64)
+    fn now_ns() -> u64 {
+        NOW.get()
+    }
+
+    fn text(index: u64) -> Page {
+        let words = (0..512u64).map(|word| if word % 4 == 0 { (index * 977 + word * word) % 10007 } else { 7 });
+        let bytes: alloc::vec::Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+        bytes.try_into().unwrap()
+    }
+
+    /// A pool with so many pages, and who recompresses what was not used for 8 s.
+    fn place(pages: u64) -> (Arc<Pool>, Worker, Recompression) {
+        let store = Store::new(StoreConfig { reserve_bytes: 1 << 30, ..StoreConfig::default() }).unwrap();
+        let pool = store.create_pool(PoolConfig::default()).unwrap();
+        let mut worker = Worker::new(&store, now_ns).unwrap();
+        write(&pool, &mut worker, 0..pages);
+        let recompressor = Recompressor::new(&store, 1).unwrap();
+        (pool, worker, Recompression::new(recompressor, 8 * SECOND, now_ns()))
+    }
+
+    fn write(pool: &Pool, worker: &mut Worker, pages: core::ops::Range<u64>) {
+        pages.for_each(|index| _ = pool.write(worker, PageIndex(index), &text(index)).unwrap());
+    }
+
+    /// So many seconds pass, in which somebody comes as soon as he is wanted, and four times a second at the least. Returns how often there was something to do.
+    fn pass(seconds: u64, pool: &Pool, worker: &mut Worker, recompression: &mut Recompression) -> usize {
+        let (end_ns, mut pieces) = (NOW.get() + seconds * SECOND, 0);
+        while NOW.get() < end_ns {
+            let piece = recompression.go_on(pool, worker, NOW.get());
+            pieces += usize::from(piece.worked);
+            NOW.set(NOW.get() + piece.again_ns.unwrap_or(SECOND / 4).clamp(1, SECOND / 4));
+        }
+        pieces
+    }
+
+    #[test]
+    fn pages_come_into_groups_once_they_are_cold_and_nothing_is_done_where_nothing_is_used() {
+        let (pool, mut worker, mut recompression) = place(4096);
+        pass(7, &pool, &mut worker, &mut recompression);
+        assert_eq!(pool.stats().grouped_pages, 0);
+        pass(10, &pool, &mut worker, &mut recompression);
+        assert_eq!(pool.stats().grouped_pages, 4096);
+        pass(20, &pool, &mut worker, &mut recompression);
+        assert_eq!(pass(3600, &pool, &mut worker, &mut recompression), 0);
+        // Who comes later finds what has been there for long.
+        let (pool, mut worker, recompression) = place(4096);
+        drop(recompression);
+        (0..300).for_each(|_| _ = pool.store().advance_age());
+        let mut late = Recompression::new(Recompressor::new(pool.store(), 1).unwrap(), 8 * SECOND, now_ns());
+        pass(20, &pool, &mut worker, &mut late);
+        assert_eq!(pool.stats().grouped_pages, 4096);
+    }
+
+    #[test]
+    fn a_pool_that_holds_little_is_left_alone() {
+        let (pool, mut worker, mut recompression) = place(Recompression::PAGES_LEAST - 1);
+        assert_eq!(pass(60, &pool, &mut worker, &mut recompression), 0);
+    }
+
+    #[test]
+    fn sparse_groups_are_gathered_at_once_and_holes_that_cannot_be_filled_are_not_looked_for_again() {
+        let (pool, mut worker, mut recompression) = place(8192);
+        recompression.gather_above(64 << 10);
+        pass(30, &pool, &mut worker, &mut recompression);
+        assert_eq!((pool.stats().grouped_pages, pool.stats().groups), (8192, 512));
+        // A quarter of each group goes: too little to gather.
+        (0..8192).filter(|index| index % 4 == 0).for_each(|index| _ = pool.discard(PageIndex(index)));
+        assert!(recompression.expected_bytes(&pool) > 64 << 10);
+        pass(2, &pool, &mut worker, &mut recompression);
+        assert_eq!((pool.stats().groups, recompression.expected_bytes(&pool)), (512, 0));
+        recompression.only_gathers(true);
+        assert_eq!(pass(600, &pool, &mut worker, &mut recompression), 0, "again and again");
+        // Nor do they keep others from becoming groups.
+        recompression.only_gathers(false);
+        write(&pool, &mut worker, 10_000..12_048);
+        pass(20, &pool, &mut worker, &mut recompression);
+        assert_eq!((pool.stats().grouped_pages, pool.stats().groups), (6144 + 2048, 512 + 128));
+        // Another half goes, and is gathered long before anything is cold.
+        (0..8192).filter(|index| index % 4 < 3).for_each(|index| _ = pool.discard(PageIndex(index)));
+        pass(1, &pool, &mut worker, &mut recompression);
+        assert_eq!((pool.stats().grouped_pages, pool.stats().groups), (2048 + 2048, 128 + 128));
+        assert_eq!(recompression.expected_bytes(&pool), 0);
+        for index in (3..8192).step_by(4) {
+            let mut page = [0; PAGE_SIZE];
+            pool.read(&mut worker, PageIndex(index), &mut page).unwrap();
+            assert!(page == text(index), "page {index}");
+        }
     }
 }

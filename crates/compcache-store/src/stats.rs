@@ -15,8 +15,8 @@ use crate::page::PAGE_SIZE;
 
 const SHARDS: usize = 8;
 /// Things counted per page: pages, same-filled, raw, compressed to half or less, payload bytes, slot bytes; on the backing,
-/// and bytes there; in groups, and bytes of the groups' frames.
-const GAUGES: usize = 10;
+/// and bytes there; in groups, bytes of the groups' frames, and groups.
+const GAUGES: usize = 11;
 
 /// What one page adds to the gauges of its pool.
 #[derive(Clone, Copy, Default)]
@@ -24,27 +24,27 @@ pub(crate) struct Footprint([u64; GAUGES]);
 
 impl Footprint {
     pub const ABSENT: Footprint = Footprint([0; GAUGES]);
-    pub const SAME_FILLED: Footprint = Footprint([1, 1, 0, 0, 0, 0, 0, 0, 0, 0]);
+    pub const SAME_FILLED: Footprint = Footprint([1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
     /// Nobody knows what it was: what that had cost stays counted.
-    pub const DAMAGED: Footprint = Footprint([1, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+    pub const DAMAGED: Footprint = Footprint([1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
     /// A page in a group. What the group takes is counted once, with the group.
-    pub const GROUPED: Footprint = Footprint([1, 0, 0, 1, 0, 0, 0, 0, 1, 0]);
+    pub const GROUPED: Footprint = Footprint([1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0]);
 
     /// An object of `length` bytes in a slot of `slot_bytes`.
     pub fn stored(raw: bool, length: usize, slot_bytes: usize) -> Footprint {
         let good = !raw && length <= PAGE_SIZE / 2;
-        Footprint([1, 0, u64::from(raw), u64::from(good), length as u64, slot_bytes as u64, 0, 0, 0, 0])
+        Footprint([1, 0, u64::from(raw), u64::from(good), length as u64, slot_bytes as u64, 0, 0, 0, 0, 0])
     }
 
     /// A record of so many bytes on the backing.
     pub fn on_backing(record_bytes: usize) -> Footprint {
-        Footprint([1, 0, 0, 0, 0, 0, 1, record_bytes as u64, 0, 0])
+        Footprint([1, 0, 0, 0, 0, 0, 1, record_bytes as u64, 0, 0, 0])
     }
 
     /// A group, without its pages.
     pub fn group(size: GroupSize) -> Footprint {
         let (length, slot_bytes) = (size.length as u64, size.slot_bytes as u64);
-        Footprint([0, 0, 0, 0, length, slot_bytes, 0, 0, 0, length])
+        Footprint([0, 0, 0, 0, length, slot_bytes, 0, 0, 0, length, 1])
     }
 }
 
@@ -143,6 +143,7 @@ impl Counters {
             slot_bytes: self.slot_bytes(),
             grouped_pages: self.gauge(8),
             group_bytes: self.gauge(9),
+            groups: self.gauge(10),
             pages_recompressed: self.total(|shard| &shard.recompressed),
             bd_count: self.gauge(6),
             bd_bytes: self.gauge(7),
@@ -178,6 +179,7 @@ pub struct PoolStats {
     pub pages_compacted: u64,
     pub grouped_pages: u64,
     pub group_bytes: u64,
+    pub groups: u64,
     pub pages_recompressed: u64,
     pub bd_count: u64,
     pub bd_bytes: u64,
@@ -258,6 +260,7 @@ pub const TABLE: &[Stat] = stats! {
     "pages_compacted", "", Pages, |s| s.pages_compacted, "Objects moved by compaction; not those of groups, which are no pool's.";
     "grouped_pages", "", Pages, |s| s.grouped_pages, "Pages in groups: cold ones that were compressed again, together.";
     "group_bytes", "", Bytes, |s| s.group_bytes, "The part of compr_data_size that is groups.";
+    "groups", "", Operations, |s| s.groups, "How many those are.";
     "pages_recompressed", "", Pages, |s| s.pages_recompressed, "Pages that were put into groups.";
     "bd_count", "", Pages, |s| s.bd_count, "Pages that are on the backing device now, and not in memory.";
     "bd_bytes", "", Bytes, |s| s.bd_bytes, "What they take there, compressed and sealed.";

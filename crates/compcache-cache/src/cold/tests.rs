@@ -93,7 +93,8 @@ fn more_pages_fit_where_cold_ones_are_compressed_together() {
         }
     }
     assert!(cache.stats().grouped_pages > pages.end as u64 / 2, "{:?}", cache.stats());
-    assert_eq!(read(&cache, &mut worker, pages.clone(), 1), pages.len());
+    // Pages that are found the second time leave their groups, and others may have to go for them.
+    assert!(read(&cache, &mut worker, pages.clone(), 1) > pages.len() / 4 * 3, "{:?}", cache.stats());
 }
 
 #[test]
@@ -133,53 +134,66 @@ fn the_memory_of_groups_of_which_pages_go_is_no_memory_beyond_the_limit() {
     assert_eq!(cache.lock().charged_bytes, 0);
 }
 
-#[test]
-fn new_pages_are_taken_where_little_is_left_of_groups_and_no_more_are_made() {
-    const LIMIT_BYTES: u64 = 12 << 20;
-    let (cache, mut worker) = kept_up(LIMIT_BYTES, ALWAYS);
+/// A cache whose limit is reached by the groups that it has, and pages of which all are in them.
+fn full_of_groups() -> (Arc<Cache<u64>>, Worker) {
+    let (cache, mut worker) = kept_up(14 << 20, ALWAYS);
     group(&cache, &mut worker, 16_384);
-    for recompress in [Recompress { level: None, ..ALWAYS }, ALWAYS] {
+    cache.set_limit_bytes(6 << 20);
+    assert!(cache.stats().pages_stored > 9_000, "{:?}", cache.stats());
+    (cache, worker)
+}
+
+#[test]
+fn new_pages_are_taken_where_little_is_left_of_groups_though_no_more_are_made() {
+    let (cache, mut worker) = full_of_groups();
+    let mut rng = fastrand::Rng::with_seed(4);
+    for (recompress, begin) in [(Recompress { level: None, ..ALWAYS }, 20_000), (ALWAYS, 40_000)] {
+        // New tools do not know what the old ones made.
+        cache.set_recompress(Recompress { after: Duration::from_secs(3600), ..ALWAYS }).unwrap();
+        thread::sleep(Duration::from_millis(600));
         cache.set_recompress(recompress).unwrap();
-        let mut rng = fastrand::Rng::with_seed(4);
-        for _ in 0..8000 {
-            let page = rng.u32(..16_384);
-            cache.begin_write(FILE, (page.into(), u64::from(page) + 1)).done(1, page.into(), &[], &[]);
+        for page in (0..16_384).filter(|_| rng.u8(..8) > 0) {
+            cache.begin_write(FILE, (page, page + 1)).done(1, page, &[], &[]);
         }
-        // What is new is found at once, whatever is left of what was.
-        let begun = Instant::now();
-        let mut first = 20_000;
-        let mut taken = 0;
-        while taken < 3000 {
+        let (begun, before) = (Instant::now(), cache.stats().evictions);
+        let (mut first, mut taken) = (begin, 0);
+        while taken < 4000 {
             assert!(begun.elapsed() < PATIENCE, "{taken} pages: {:?}", cache.stats());
             read(&cache, &mut worker, first..first + 16, 1);
             taken += read(&cache, &mut worker, first..first + 16, 1);
             first += 16;
-            assert!(cache.stats().mem_used_total <= LIMIT_BYTES, "{:?}", cache.stats());
+            assert!(cache.stats().mem_used_total <= 6 << 20, "{:?}", cache.stats());
+            thread::sleep(Duration::from_millis(1));
         }
-        assert!(first < 20_000 + 3 * 3000, "{taken} of {first}: {:?}", cache.stats());
+        assert!(first < begin + 2 * 4000, "{taken} of {}: {:?}", first - begin, cache.stats());
+        assert!(recompress.level.is_some() || cache.stats().evictions > before, "there was room for all");
     }
 }
 
 #[test]
 fn a_new_page_pushes_out_few_others_though_some_of_each_group_are_read_again() {
-    let (cache, mut worker) = kept_up(16 << 20, ALWAYS);
+    let (cache, mut worker) = full_of_groups();
     let mut rng = fastrand::Rng::with_seed(5);
-    group(&cache, &mut worker, 16_384);
     // One of four is read again.
     for _ in 0..4096 {
         let page = rng.u32(..16_384);
         let token = cache.begin_read(FILE, 1, true);
         cache.get(&mut worker, token, page, &mut [[0; 4096]], &mut [false]);
     }
-    let (before, mut first) = (cache.stats(), 20_000);
+    let (begun, before, mut first) = (Instant::now(), cache.stats(), 20_000);
     while cache.stats().puts - before.puts < 6000 {
+        assert!(begun.elapsed() < PATIENCE, "{before:?} {:?}", cache.stats());
+        // One by one, too, as who reads at random has them.
+        let token = cache.begin_read(FILE, 1, true);
+        cache.put(&mut worker, token, first + 16, &[content(first + 16, 1)]);
         read(&cache, &mut worker, first..first + 16, 1);
-        first += 16;
+        first += 17;
         thread::sleep(Duration::from_millis(1));
     }
     let after = cache.stats();
-    let (puts, evictions) = (after.puts - before.puts, after.evictions - before.evictions);
-    assert!(evictions < 3 * puts, "{evictions} went for {puts}: {before:?} {after:?}");
+    let came = after.puts + after.failed_puts - before.puts - before.failed_puts;
+    let evictions = after.evictions - before.evictions;
+    assert!(evictions > 0 && evictions < came * 5 / 2, "{evictions} went for {came}: {before:?} {after:?}");
     assert!(after.pages_stored > before.pages_stored / 2, "{before:?} {after:?}");
 }
 

@@ -400,11 +400,6 @@ impl Disks {
                 || format!("disk {0} stays as it is; `compcache disk change {0}` changes its limit", change.name);
             safe::refuse_change(disk, change.size_bytes, change.limit_bytes).with_context(stays)?;
         }
-        if let (Shows::Origin(origin), Told { how: Some(_), .. } | Told { after: Some(_), .. }) =
-            (&attached.shows, told)
-        {
-            origin.set_recompress(told.of_cache(origin.recompress()))?;
-        }
         // Of a disk with an origin this is refused before anything is changed.
         if let Some(size_bytes) = change.size_bytes {
             attached.resize(&change.name, size_bytes)?;
@@ -418,6 +413,11 @@ impl Disks {
                 self.refuse_too_much(cache_bytes - origin.memory_bytes(), limit_bytes)?;
             }
             origin.set_memory_bytes(limit_bytes)?;
+        }
+        if let (Shows::Origin(origin), Told { how: Some(_), .. } | Told { after: Some(_), .. }) =
+            (&attached.shows, told)
+        {
+            origin.set_recompress(told.of_cache(origin.recompress()))?;
         }
         if let Some(codec) = codec {
             match &attached.shows {
