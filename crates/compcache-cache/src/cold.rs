@@ -29,7 +29,7 @@ use crate::{Cache, now_ns};
 /// It is done only where contexts and buffers take no more than such a part of the limit.
 pub const TOOLS_SHARE: u64 = 8;
 /// Groups of which little is left may waste such a part of it.
-const WASTE_SHARE: u64 = 32;
+pub const WASTE_SHARE: u64 = 32;
 
 /// What becomes of pages that were not found for a while.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,6 +95,9 @@ impl Cold {
 
     /// Has tools for this, or none; also where there is no memory for them, which is tried again.
     fn have<S: Copy + PartialEq>(&mut self, cache: &Cache<S>, worker: &mut Worker, wanted: Option<(i8, Duration)>) {
+        if self.0.is_none() && wanted.is_none() {
+            return;
+        }
         // The old ones first: what they have set aside is others'.
         self.0 = None;
         self.0 = wanted.and_then(|(level, after)| {
@@ -104,13 +107,14 @@ impl Cold {
         });
         {
             let index = &mut *cache.lock();
-            index.gathers = false;
-            index.expected_bytes = 0;
             // Before they are used: then their memory is there.
             index.cold_bytes = self.0.as_ref().map_or(0, |tools| tools.recompression.used_bytes());
-            cache.trim(index, 0);
             index.gathers = self.0.is_some();
+            if !index.gathers {
+                index.expected_bytes = 0;
+            }
         }
+        cache.trim_in_parts();
         cache.compact(worker);
     }
 }

@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use crate::admission::Admission;
+use crate::cold::WASTE_SHARE;
 use crate::ghost::{Ghost, hash};
 use crate::miniature::Miniatures;
 use crate::queues::{Queues, Victim};
@@ -234,8 +235,18 @@ impl<S: Copy + PartialEq> Index<S> {
     }
 
     /// What the pages that are here cost.
+    pub fn full_cost_bytes(&self) -> u64 {
+        self.charged_bytes.saturating_add_signed(-self.saved_bytes)
+    }
+
+    /// The same without what is expected of gathering, as long as the limit is not lower by so much than when that was reckoned.
     pub fn cost_bytes(&self) -> u64 {
-        self.charged_bytes.saturating_add_signed(-self.saved_bytes).saturating_sub(self.expected_bytes)
+        self.full_cost_bytes().saturating_sub(self.expected_bytes.min(self.limit_bytes / WASTE_SHARE))
+    }
+
+    /// Whether what is gone by and by, as groups are gathered, is enough: not where the limit was lowered by much.
+    pub fn gathers_in_time(&self) -> bool {
+        self.gathers && self.full_cost_bytes() <= self.target_bytes(16)
     }
 
     /// What they are charged for, all in all, where the pool takes so much.

@@ -29,7 +29,7 @@
 //! decompressed, under the lock.
 //!
 //! **Memory.** What pages cost is estimated when they come (`index::charge`) and kept below 15/16 of the limit by letting others go
-//! (`queues`); the store refuses at the limit itself, and then a quarter goes. A page that does not compress is kept only when it comes again soon: it costs
+//! (`queues`); the store refuses at the limit itself, and then as many go, and at least a quarter of the limit is free of charges. A page that does not compress is kept only when it comes again soon: it costs
 //! what it would in the kernel's cache, which had it already. Half-empty spans are emptied by [`Cache::compact`].
 //!
 //! **Allocations.** To find pages, and to write, asks nobody for memory (tests/allocation.rs of compcache-block): a write may be the kernel's, for want of it. To store pages does,
@@ -320,8 +320,9 @@ impl<S: Copy + PartialEq> Cache<S> {
         let wanted = if pages.is_empty() { Wanted::Known } else { self.decide(token, first, pages.len()) };
         let (mut next, mut is_full) = (first, false);
         for pages in pages.chunks(AT_ONCE) {
-            if self.put_some(worker, token, wanted, next, pages) {
-                self.make_way(pages.len());
+            let refused = self.put_some(worker, token, wanted, next, pages);
+            if refused > 0 {
+                self.make_way(refused);
                 is_full = true;
             }
             next = next.saturating_add(AT_ONCE as u32);
@@ -332,8 +333,8 @@ impl<S: Copy + PartialEq> Cache<S> {
         }
     }
 
-    /// Returns whether the store was full.
-    fn put_some(&self, worker: &mut Worker, token: Token, wanted: Wanted, first: u32, pages: &[Page]) -> bool {
+    /// Returns how many the store had no room for.
+    fn put_some(&self, worker: &mut Worker, token: Token, wanted: Wanted, first: u32, pages: &[Page]) -> usize {
         let mut places = [(0, 0); AT_ONCE];
         let count = self.reserve(token, wanted, first, pages.len(), &mut places);
         let places = &places[..count];
@@ -346,9 +347,9 @@ impl<S: Copy + PartialEq> Cache<S> {
                 is_full = written.is_none();
             }
         }
-        let took = begun.elapsed();
+        let (took, stored) = (begun.elapsed(), written.iter().flatten().count());
         let index = &mut *self.lock();
-        index.admission.took_compressing(written.iter().flatten().count(), took);
+        index.admission.took_compressing(stored, took);
         let is_good = index.is_good(token);
         for ((page, place), written) in places.iter().zip(written) {
             let comes = match wanted {
@@ -359,14 +360,14 @@ impl<S: Copy + PartialEq> Cache<S> {
             self.settle(index, token.slot, *page, *place, written.filter(|_| is_good), comes);
         }
         self.trim(index, count);
-        is_full
+        count - stored
     }
 
     /// Lets go of what has become too much, after so many pages came. Where groups are gathered, their memory comes a little later than their pages go.
     fn trim(&self, index: &mut Index<S>, came: usize) {
         self.fit_store(index);
         let target_bytes = index.target_bytes(15);
-        let most = if index.gathers { EVICTED_FOR_ONE * came } else { usize::MAX };
+        let most = if index.gathers_in_time() { EVICTED_FOR_ONE * came } else { usize::MAX };
         self.shrink_to(index, |_| target_bytes, true, most);
     }
 
@@ -639,10 +640,12 @@ impl<S: Copy + PartialEq> Cache<S> {
         }
     }
 
-    /// Gives memory of half-empty spans back, if pages have gone since this was last called.
+    /// Gives memory of half-empty spans back, if pages have gone since this was last called. What is too much all the same goes.
     pub fn compact(&self, worker: &mut Worker) {
-        if self.discarded.swap(false, Relaxed) {
+        let mut is_due = self.discarded.swap(false, Relaxed) || self.store_excess_bytes() > 0;
+        while is_due {
             while !self.store.compact_in_turn(worker, COMPACTED_AT_ONCE).finished {}
+            is_due = self.shed();
         }
     }
 
@@ -711,15 +714,17 @@ impl<S: Copy + PartialEq> Cache<S> {
         is_common: bool,
         mut most: usize,
     ) {
+        // What is expected may be long in coming: only what comes in the common way waits for it.
+        let cost_bytes = |index: &Index<S>| if is_common { index.cost_bytes() } else { index.full_cost_bytes() };
         loop {
             self.reckon(index);
-            if most == 0 || index.cost_bytes() <= target_bytes(index) {
+            if most == 0 || cost_bytes(index) <= target_bytes(index) {
                 return;
             }
-            while most > 0 && index.cost_bytes() > target_bytes(index) {
-                let Some(place) = index.evict(is_common) else { return };
-                self.evicted.fetch_add(1, Relaxed);
-                self.release(index, place);
+            while most > 0 && cost_bytes(index) > target_bytes(index) {
+                if !self.let_one_go(index, is_common) {
+                    return;
+                }
                 most -= 1;
             }
         }

@@ -74,27 +74,68 @@ impl<S: Copy + PartialEq> Cache<S> {
         let passed = index.queues.passed();
         self.reckon(index);
         for _ in 0..GONE_AT_ONCE {
-            if index.cost_bytes() <= target_bytes {
+            if index.full_cost_bytes() <= target_bytes {
                 return true;
             }
             if index.queues.passed() - passed > PASSED_AT_ONCE {
                 return false;
             }
-            let Some(place) = index.evict(false) else { return true };
-            self.evicted.fetch_add(1, Relaxed);
-            self.release(index, place);
+            if !self.let_one_go(index, false) {
+                return true;
+            }
         }
-        index.cost_bytes() <= target_bytes
+        index.full_cost_bytes() <= target_bytes
     }
 
-    /// The store is full, whatever the charges say, and refused one of so many pages: a quarter goes. Where groups are gathered, most of their memory comes with that.
+    /// Lets the page go that goes next. Whether there was one.
+    pub(crate) fn let_one_go(&self, index: &mut Index<S>, is_common: bool) -> bool {
+        let Some(place) = index.evict(is_common) else { return false };
+        self.evicted.fetch_add(1, Relaxed);
+        self.release(index, place);
+        true
+    }
+
+    /// Lets go of what has become too much, however much that is.
+    pub(crate) fn trim_in_parts(&self) {
+        self.in_parts(|index| {
+            self.fit_store(index);
+            let target_bytes = index.target_bytes(15);
+            self.shrink_to(index, |_| target_bytes, true, GONE_AT_ONCE);
+            index.cost_bytes() <= target_bytes || index.queues.length() == 0
+        });
+    }
+
+    /// What the store takes beyond what is left to it: its limit was lowered, and pages cost more than they are taken to, as few do.
+    pub(crate) fn store_excess_bytes(&self) -> u64 {
+        self.store.mem_used_total_bytes().saturating_sub(self.store.limit_bytes())
+    }
+
+    /// Lets pages go for that, if gathering does not make up for it. Whether any went.
+    pub(crate) fn shed(&self) -> bool {
+        let excess_bytes = self.store_excess_bytes();
+        let target_bytes = {
+            let index = &mut *self.lock();
+            self.reckon(index);
+            if excess_bytes == 0 || index.gathers_in_time() && index.expected_bytes >= excess_bytes {
+                return false;
+            }
+            index.full_cost_bytes().saturating_sub(excess_bytes + excess_bytes / 4)
+        };
+        let before = self.evicted.load(Relaxed);
+        self.in_parts(|index| self.shrink_some(index, target_bytes));
+        self.evicted.load(Relaxed) > before
+    }
+
+    /// The store is full, whatever the charges say, and refused so many pages: as many go, and more until a quarter of the limit is free of charges. Where groups are gathered, most of their memory comes with that.
     pub(crate) fn make_way(&self, refused: usize) {
         let gathers = {
             let index = &mut *self.lock();
-            if index.gathers {
-                self.shrink_to(index, |index| index.target_bytes(12), true, EVICTED_FOR_ONE * refused);
+            (0..refused.min(index.queues.length() / 4)).for_each(|_| _ = self.let_one_go(index, false));
+            let gathers = index.gathers_in_time();
+            if gathers {
+                self.shrink_to(index, |index| index.target_bytes(12), true, (EVICTED_FOR_ONE - 1) * refused);
             }
-            index.gathers
+            gathers
         };
         if !gathers {
             self.in_parts(|index| {

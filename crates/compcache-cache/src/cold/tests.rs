@@ -198,6 +198,27 @@ fn a_new_page_pushes_out_few_others_though_some_of_each_group_are_read_again() {
 }
 
 #[test]
+fn a_limit_that_is_lowered_by_much_is_kept_soon_though_groups_are_half_empty() {
+    let (cache, mut worker) = kept_up(64 << 20, ALWAYS);
+    group(&cache, &mut worker, 65_536);
+    let mut rng = fastrand::Rng::with_seed(6);
+    for limit_bytes in [6 << 20, LEAST_BYTES] {
+        for page in (0..65_536).filter(|_| rng.u8(..3) == 0) {
+            cache.begin_write(FILE, (page, page + 1)).done(1, page, &[], &[]);
+        }
+        cache.set_limit_bytes(limit_bytes);
+        let begun = Instant::now();
+        while cache.stats().mem_used_total > limit_bytes {
+            assert!(begun.elapsed() < Duration::from_secs(15), "{limit_bytes}: {:?}", cache.stats());
+            thread::sleep(Duration::from_millis(10));
+        }
+        let before = cache.stats().puts;
+        (100_000..100_800).step_by(16).for_each(|first| _ = read(&cache, &mut worker, first..first + 16, 1));
+        assert!(cache.stats().puts > before + 200, "{:?}", cache.stats());
+    }
+}
+
+#[test]
 fn pages_are_what_was_written_last_while_they_are_put_into_groups() {
     const PAGES: u32 = 4096;
     let (cache, mut worker) = kept_up(6 << 20, Recompress { after: Duration::from_millis(5), ..ALWAYS });
