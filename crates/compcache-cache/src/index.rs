@@ -208,6 +208,8 @@ pub struct Index<S> {
     /// What the tools take that groups are made with.
     pub cold_bytes: u64,
     pub limit_bytes: u64,
+    /// Of that, what is left to others while the machine is short of memory.
+    pub lent_bytes: u64,
     /// Nothing had to go since most of it was empty, or its limit was raised.
     pub is_filling: bool,
 }
@@ -299,6 +301,11 @@ impl<S: Copy + PartialEq> Index<S> {
         self.charged_bytes += charge(bytes);
     }
 
+    /// The limit without what is lent.
+    pub fn limit_now_bytes(&self) -> u64 {
+        self.limit_bytes - self.lent_bytes
+    }
+
     /// What the charges are kept below: so many sixteenths of the limit, without what the index has of its own.
     pub fn target_bytes(&self, sixteenths: u64) -> u64 {
         self.target_bytes_without_files(sixteenths).saturating_sub(self.files.bytes())
@@ -306,7 +313,7 @@ impl<S: Copy + PartialEq> Index<S> {
 
     /// The same if the records of files took nothing.
     pub fn target_bytes_without_files(&self, sixteenths: u64) -> u64 {
-        (self.limit_bytes / 16 * sixteenths).saturating_sub(self.fixed_bytes() - self.files.bytes())
+        (self.limit_now_bytes() / 16 * sixteenths).saturating_sub(self.fixed_bytes() - self.files.bytes())
     }
 
     /// Whether so many pages more would push out none, whatever they compress to.

@@ -47,8 +47,10 @@ mod ghost;
 mod index;
 mod miniature;
 mod parts;
+pub mod pressure;
 mod queues;
 mod runs;
+mod shrinker;
 mod stats;
 mod writing;
 mod written;
@@ -75,6 +77,7 @@ use ghost::Ghost;
 use index::{Files, Index, Turns};
 use miniature::{Miniatures, soon_pages};
 use queues::Queues;
+use shrinker::Shrinker;
 use writing::clamp;
 use written::WrittenPages;
 
@@ -166,6 +169,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             recompress: Recompress::default(),
             cold_bytes: 0,
             limit_bytes,
+            lent_bytes: 0,
             is_filling: true,
         };
         let zero = || AtomicU64::new(0);
@@ -587,7 +591,7 @@ impl<S: Copy + PartialEq> Cache<S> {
         self.in_parts(|index| self.shrink_some(index, most_bytes));
         let index = &mut *self.lock();
         index.is_filling |= limit_bytes > index.limit_bytes;
-        index.limit_bytes = limit_bytes;
+        (index.limit_bytes, index.lent_bytes) = (limit_bytes, 0);
         if index.cold_bytes > limit_bytes / TOOLS_SHARE {
             // The thread will give them up.
             index.cold_bytes = 0;
@@ -618,10 +622,11 @@ impl<S: Copy + PartialEq> Cache<S> {
     }
 
     /// What must be done beside reading and writing, by a thread that does nothing else, as long as there is the cache: memory of
-    /// half-empty spans is given back, cold pages are compressed together, and, with `keeps_written`, what is written is stored.
+    /// half-empty spans is given back, so is what others need more, cold pages are compressed together, and, with `keeps_written`, what is written is stored.
     pub fn keep_up(cache: &Weak<Cache<S>>, mut worker: Worker, keeps_written: bool) {
-        let (mut compacted, mut cold) = (Instant::now(), Cold::default());
+        let (mut compacted, mut cold, mut shrinker) = (Instant::now(), Cold::default(), Shrinker::new());
         while let Some(cache) = cache.upgrade() {
+            shrinker.look(&cache, &mut worker);
             if compacted.elapsed() >= BETWEEN_COMPACTIONS {
                 cache.compact(&mut worker);
                 let index = &mut *cache.lock();
@@ -630,7 +635,8 @@ impl<S: Copy + PartialEq> Cache<S> {
                 cache.fit_tables(index);
                 compacted = Instant::now();
             }
-            let again = cold.go_on(&cache, &mut worker).unwrap_or(BETWEEN_COMPACTIONS).min(BETWEEN_COMPACTIONS);
+            let again = cold.go_on(&cache, &mut worker).unwrap_or(BETWEEN_COMPACTIONS);
+            let again = again.min(BETWEEN_COMPACTIONS).min(shrinker.again());
             if keeps_written {
                 cache.keep_written(&mut worker, again);
             } else {
@@ -652,7 +658,8 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// The statistics now.
     pub fn stats(&self) -> CacheStats {
         let index = self.lock();
-        let (limit_bytes, own_bytes, files) = (index.limit_bytes, index.own_bytes(), index.files.count());
+        let (limit_bytes, lent_bytes) = (index.limit_bytes, index.lent_bytes);
+        let (own_bytes, files) = (index.own_bytes(), index.files.count());
         drop(index);
         let pool = self.pool.stats();
         CacheStats {
@@ -671,6 +678,7 @@ impl<S: Copy + PartialEq> Cache<S> {
             compr_data_size: pool.compr_data_size,
             mem_used_total: self.store.mem_used_total_bytes() + own_bytes,
             memlimit: limit_bytes,
+            mem_lent: lent_bytes,
         }
     }
 
@@ -682,7 +690,7 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Leaves to the store what the index does not take, of which it is told in steps.
     fn fit_store(&self, index: &Index<S>) {
         let own_bytes = index.own_bytes().next_multiple_of(OWN_STEP_BYTES);
-        let rest = index.limit_bytes.saturating_sub(own_bytes);
+        let rest = index.limit_now_bytes().saturating_sub(own_bytes);
         if rest != self.store.limit_bytes() {
             self.store.set_limit_bytes(rest);
         }

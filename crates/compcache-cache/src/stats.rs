@@ -22,6 +22,7 @@ pub struct CacheStats {
     pub compr_data_size: u64,
     pub mem_used_total: u64,
     pub memlimit: u64,
+    pub mem_lent: u64,
 }
 
 impl CacheStats {
@@ -48,6 +49,7 @@ impl CacheStats {
         ("compr_data_size", |s| s.compr_data_size, "What they are compressed to, in bytes."),
         ("mem_used_total", |s| s.mem_used_total, "Memory taken for them, tables and index included, in bytes."),
         ("memlimit", |s| s.memlimit, "The most it may be, in bytes."),
+        ("mem_lent", |s| s.mem_lent, "Of that, what is left to others while the machine is short of memory, in bytes."),
     ];
 
     /// Pages found, of all that were asked for, in hundredths.

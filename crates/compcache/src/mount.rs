@@ -226,7 +226,9 @@ fn shown(args: &ShowArgs) -> anyhow::Result<String> {
     let line = |(name, meaning): (&str, &str)| {
         let value = values.get(name).copied().unwrap_or_default();
         let value = match name {
-            "orig_data_size" | "compr_data_size" | "mem_used_total" | "memlimit" => Shown(value).to_string(),
+            "orig_data_size" | "compr_data_size" | "mem_used_total" | "memlimit" | "mem_lent" => {
+                Shown(value).to_string()
+            }
             _ => value.to_string(),
         };
         format!("  {name:<16} {value:<12} {meaning}\n")

@@ -29,7 +29,6 @@ mod disks;
 mod guard;
 mod origin;
 mod overload;
-mod pressure;
 mod relief;
 mod safe;
 mod wire;

@@ -146,7 +146,9 @@ fn shown_over(disk: &DiskState, of: &OriginState) -> String {
     for (name, meaning) in cache.chain(BelowStats::TABLE.iter().map(|row| (row.0, row.2))) {
         let value = disk.stat(name);
         let shown = match name {
-            "orig_data_size" | "compr_data_size" | "mem_used_total" | "memlimit" => Shown(value).to_string(),
+            "orig_data_size" | "compr_data_size" | "mem_used_total" | "memlimit" | "mem_lent" => {
+                Shown(value).to_string()
+            }
             "hit_percent" => format!("{value} %"),
             _ => value.to_string(),
         };

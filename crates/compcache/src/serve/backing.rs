@@ -29,6 +29,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
 use compcache_block::loop_device_over;
+use compcache_cache::pressure::Pressure;
 use compcache_store::{
     Backing, BackingConfig, BackingStats, DailyWrites, FileMedium, Health, Leaving, Pool, Store, Worker,
 };
@@ -38,7 +39,6 @@ use crate::control::{BackingChange, BackingState, BackingWanted, DailyState, Rep
 use crate::kernel::clock_ns;
 use crate::run::say;
 use crate::serve::below::{not_bare, refuse_own};
-use crate::serve::pressure::Pressure;
 use crate::serve::relief::{Relief, Signs};
 use crate::size::Shown;
 
@@ -156,7 +156,7 @@ impl DiskBacking {
             stop: self.stop.clone(),
             used_pages: 0,
             health: Health::Good,
-            pressure: Pressure::open()?,
+            pressure: Pressure::open().context("cannot open /proc/meminfo")?,
             relief: Relief::default(),
         };
         let (running, ended) = mpsc::sync_channel(0);

@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
 use compcache_block::fuse_loop::cut_off;
+use compcache_cache::pressure::Pressure;
 use libc::{SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM};
 use rustix::mm::{MlockAllFlags, mlockall};
 use rustix::process::{Pid, configure_io_flusher_behavior, setsid};
@@ -36,7 +37,6 @@ use crate::kernel::{marks_lost_pages, setting};
 use crate::run::{descriptors, say};
 use crate::serve::clean_up_after_the_dead;
 use crate::serve::overload::{Overload, WINDOW};
-use crate::serve::pressure::Pressure;
 use crate::swap::{GONE, has_room_beside, used_bytes};
 use held::Held;
 

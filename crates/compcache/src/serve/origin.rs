@@ -1,7 +1,7 @@
 //! A disk that shows somebody's block device or file, with a compressed cache of its own.
 //!
 //! The cache has its own limit (`--memory`), beside what the server's other disks share, and is emptied of half-empty spans by a thread of its own:
-//! what it holds can always be read again, so nothing waits for its memory and it lends none.
+//! what it holds can always be read again, so nothing waits for its memory; when the machine is short of it, most is left to others.
 //!
 //! An origin that lies on one of this server's own disks is refused: the server would wait for itself.
 

@@ -26,9 +26,9 @@ use std::time::Duration;
 
 use anyhow::Context;
 use compcache_block::Disk;
+use compcache_cache::pressure::Pressure;
 
 use crate::run::say;
-use crate::serve::pressure::Pressure;
 
 /// Between two looks.
 pub const WINDOW: Duration = Duration::from_secs(3);
@@ -111,7 +111,8 @@ impl Overload {
     pub fn open() -> anyhow::Result<Overload> {
         const TRIGGER: &str = "/proc/sysrq-trigger";
         let trigger = OpenOptions::new().write(true).open(TRIGGER).with_context(|| format!("cannot open {TRIGGER}"))?;
-        Ok(Overload { trigger, pressure: Pressure::open()?, watch: Watch::default() })
+        let pressure = Pressure::open().context("cannot open /proc/meminfo")?;
+        Ok(Overload { trigger, pressure, watch: Watch::default() })
     }
 
     /// At the end of each [`WINDOW`], with what disks for swap have taken and refused so far: asks if it is overload. Whether it was asked.

@@ -12,7 +12,7 @@
 
 use std::time::Duration;
 
-use crate::serve::pressure::{Memory, Stalled};
+use compcache_cache::pressure::{Memory, Stalled};
 
 /// The share of a window that somebody waited for memory.
 const STALLED_SHARE: u32 = 10;

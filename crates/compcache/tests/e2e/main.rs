@@ -64,6 +64,7 @@ mod mount_moved;
 mod mount_network;
 mod mount_passthrough;
 mod mount_posix;
+mod mount_shrinker;
 mod mount_user;
 mod mount_writeback;
 mod nbd_client;

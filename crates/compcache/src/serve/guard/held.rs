@@ -15,10 +15,10 @@ use std::mem;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use compcache_cache::pressure::{Memory, Pressure};
 use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_signal};
 
 use crate::serve::overload::AVAILABLE_SHARE;
-use crate::serve::pressure::{Memory, Pressure};
 
 /// Hardly any is less than so many KiB, too.
 const AVAILABLE_KIB: u64 = 256 << 10;

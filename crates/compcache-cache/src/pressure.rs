@@ -3,10 +3,9 @@
 //! The files are opened beforehand and read into a buffer that is there, since no memory may be asked for when this is needed.
 
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
-
-use anyhow::Context;
 
 /// More than the kernel prints in the files read here, as far as we need them.
 const TEXT_BYTES: usize = 512;
@@ -18,10 +17,12 @@ pub struct Pressure {
     stalls: Option<File>,
 }
 
-/// For how long, all in all, somebody waited for memory, and everybody did.
+/// For how long, all in all, there was who waited for memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stalled {
+    /// Somebody did.
     pub some: Duration,
+    /// Everybody did.
     pub full: Duration,
 }
 
@@ -33,7 +34,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    #[cfg(test)]
+    /// So much in all, of which so much could be had without swapping.
     pub fn of(total: u64, available: u64) -> Memory {
         Memory { total, available }
     }
@@ -48,6 +49,16 @@ impl Memory {
         self.available < kib
     }
 
+    /// What is missing, in bytes, for a part in `share` to be available.
+    pub fn missing_bytes(self, share: u64) -> u64 {
+        (self.total / share).saturating_sub(self.available) * 1024
+    }
+
+    /// What is available beyond that, in bytes.
+    pub fn spare_bytes(self, share: u64) -> u64 {
+        self.available.saturating_sub(self.total / share) * 1024
+    }
+
     /// Whether clearly less is available than there was, a tenth of it, or nothing.
     pub fn has_shrunk_since(self, before: Memory) -> bool {
         self.available < before.available / 10 * 9 || self.available == 0
@@ -59,8 +70,8 @@ impl Pressure {
     ///
     /// # Errors
     /// There is no `/proc/meminfo`.
-    pub fn open() -> anyhow::Result<Pressure> {
-        let meminfo = File::open("/proc/meminfo").context("cannot open /proc/meminfo")?;
+    pub fn open() -> io::Result<Pressure> {
+        let meminfo = File::open("/proc/meminfo")?;
         Ok(Pressure { meminfo, stalls: File::open("/proc/pressure/memory").ok() })
     }
 
@@ -111,6 +122,8 @@ mod tests {
         let since = |before: u64, now: u64| Memory::of(before, now).has_shrunk_since(Memory::of(before, before));
         assert_eq!([0, 899, 900, 1000].map(|now| since(1000, now)), [true, true, false, false]);
         assert!(since(0, 0));
+        assert_eq!([99, 100, 101].map(|now| Memory::of(800, now).missing_bytes(8)), [1024, 0, 0]);
+        assert_eq!([99, 100, 101].map(|now| Memory::of(800, now).spare_bytes(8)), [0, 0, 1024]);
         assert_eq!(memory("MemTotal: 5 kB\n"), None);
         let pressure =
             "some avg10=0.00 avg60=0.00 avg300=0.00 total=9\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=2000000\n";

@@ -1,0 +1,217 @@
+//! What a cache leaves to others while the machine is short of memory, as the kernel's own caches do when it calls their shrinkers.
+//!
+//! A limit says what a cache may take, and not whether somebody needs it more: what is here can be read below again, what a program has cannot.
+//! So pages go
+//!
+//! - while less than a sixteenth of the RAM is available, or
+//! - less than an eighth, and somebody waited for memory for a tenth of the time since that was last looked at.
+//!
+//! As much goes as is missing for that eighth, at most a quarter of what there is at a time, and never the last eighth of the limit. It is *lent*: the cache keeps so much
+//! below its limit until more than the eighth is available. Then it has that back, all of a limit in eight seconds.
+//!
+//! It is looked at four times a second, and forty times while less than a quarter is available: the kernel calls its own shrinkers before it refuses memory, and nobody calls us. Who
+//! takes memory quicker than pages can go meets the OOM killer all the same.
+//!
+//! Who reads files that are larger than memory waits for it, too; but what is available counts the kernel's page cache, which is not short then.
+
+use std::mem::replace;
+use std::time::{Duration, Instant};
+
+use crate::pressure::{Memory, Pressure, Stalled};
+use crate::{Cache, LEAST_BYTES, Worker};
+
+/// The share of the time that somebody waited for memory.
+const STALLED_SHARE: u32 = 10;
+/// The share of the RAM that is to be available.
+const AVAILABLE_SHARE: u64 = 8;
+/// Less than this share is hardly any.
+const HARDLY_SHARE: u64 = 16;
+/// Less than this share is looked at more often.
+const LITTLE_SHARE: u64 = 4;
+/// The share of what there is that goes at once.
+const GOES_SHARE: u64 = 4;
+/// The share of the limit that is never lent.
+const KEPT_SHARE: u64 = 8;
+/// All of a limit comes back in this time.
+const COMES_BACK_IN: Duration = Duration::from_secs(8);
+/// Between two looks, and between two while there is little.
+const BETWEEN_LOOKS: [Duration; 2] = [Duration::from_millis(250), Duration::from_millis(25)];
+
+/// Looks at the machine from time to time.
+pub struct Shrinker {
+    /// Not without `/proc`; then nothing is lent.
+    pressure: Option<Pressure>,
+    looked: Instant,
+    stalled: Option<Stalled>,
+    is_little: bool,
+}
+
+/// What is seen at the end of a window.
+struct Signs {
+    memory: Memory,
+    /// How much of it somebody waited for memory; `None` where the kernel does not say.
+    stalled: Option<Duration>,
+    window: Duration,
+}
+
+impl Signs {
+    fn is_short(&self) -> bool {
+        let is_waited_for = self.stalled.is_some_and(|stalled| stalled >= self.window / STALLED_SHARE);
+        self.memory.is_below(if is_waited_for { AVAILABLE_SHARE } else { HARDLY_SHARE })
+    }
+}
+
+/// How much is to be lent, in bytes, of a limit of which so much is used and lent.
+fn lent_bytes(signs: &Signs, limit_bytes: u64, used_bytes: u64, lent_bytes: u64) -> u64 {
+    let most_bytes = limit_bytes.saturating_sub(LEAST_BYTES.max(limit_bytes / KEPT_SHARE));
+    let lent_bytes = if signs.is_short() {
+        let goes_bytes = signs.memory.missing_bytes(AVAILABLE_SHARE).min(used_bytes / GOES_SHARE);
+        // What is not used is nothing that somebody else could have.
+        lent_bytes.max(limit_bytes.saturating_sub(used_bytes)) + goes_bytes
+    } else {
+        let spare_bytes = signs.memory.spare_bytes(AVAILABLE_SHARE);
+        let comes_bytes = limit_bytes as f64 * signs.window.div_duration_f64(COMES_BACK_IN);
+        lent_bytes.saturating_sub(spare_bytes.min(comes_bytes as u64))
+    };
+    lent_bytes.min(most_bytes)
+}
+
+impl Shrinker {
+    pub fn new() -> Shrinker {
+        let pressure = Pressure::open().ok();
+        let stalled = pressure.as_ref().and_then(Pressure::stalled);
+        Shrinker { pressure, looked: Instant::now(), stalled, is_little: false }
+    }
+
+    /// When the next look is due.
+    pub fn again(&self) -> Duration {
+        BETWEEN_LOOKS[usize::from(self.is_little)].saturating_sub(self.looked.elapsed())
+    }
+
+    /// A window ends, and the next begins.
+    fn signs(&mut self) -> Option<Signs> {
+        let now = Instant::now();
+        let window = now - replace(&mut self.looked, now);
+        let pressure = self.pressure.as_ref()?;
+        let stalled = pressure.stalled();
+        let waited = stalled.zip(self.stalled).map(|(stalled, before)| stalled.some.saturating_sub(before.some));
+        let signs = Signs { memory: pressure.memory()?, stalled: waited, window };
+        (self.stalled, self.is_little) = (stalled, signs.memory.is_below(LITTLE_SHARE));
+        Some(signs)
+    }
+
+    /// Looks if that is due, and lends memory or has it back.
+    pub fn look<S: Copy + PartialEq>(&mut self, cache: &Cache<S>, worker: &mut Worker) {
+        if self.again().is_zero()
+            && let Some(signs) = self.signs()
+        {
+            cache.lend(worker, &signs);
+        }
+    }
+}
+
+impl<S: Copy + PartialEq> Cache<S> {
+    fn lend(&self, worker: &mut Worker, signs: &Signs) {
+        let (is_more, target_bytes) = {
+            let index = &mut *self.lock();
+            let used_bytes = self.store.mem_used_total_bytes() + index.own_bytes();
+            let lent_bytes = lent_bytes(signs, index.limit_bytes, used_bytes, index.lent_bytes);
+            let is_more = lent_bytes > index.lent_bytes;
+            // It is as with a limit that was raised.
+            index.is_filling |= lent_bytes < index.lent_bytes;
+            index.lent_bytes = lent_bytes;
+            self.fit_store(index);
+            (is_more, index.target_bytes(15))
+        };
+        if is_more {
+            self.in_parts(|index| self.shrink_some(index, target_bytes));
+            self.compact(worker);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use compcache_store::{Codec, Page};
+
+    use super::*;
+    use crate::FileId;
+
+    const WINDOW: Duration = Duration::from_secs(1);
+
+    /// Of 800 KiB, so much is available, and somebody waited for so long.
+    fn signs(available: u64, stalled_ms: u64) -> Signs {
+        Signs { memory: Memory::of(800, available), stalled: Some(Duration::from_millis(stalled_ms)), window: WINDOW }
+    }
+
+    #[test]
+    fn memory_is_lent_while_it_is_short_and_comes_back() {
+        const LIMIT: u64 = 32 << 20;
+        let lent = |signs: Signs, used, lent| lent_bytes(&signs, LIMIT, used, lent);
+        assert_eq!(lent(signs(100, 1000), LIMIT, 0), 0, "an eighth is enough");
+        assert_eq!(lent(signs(99, 99), LIMIT, 0), 0, "hardly anybody waited");
+        assert_eq!(lent(signs(99, 100), LIMIT, 0), 1024, "what is missing");
+        assert_eq!(lent(signs(49, 0), LIMIT, 0), 51 << 10, "hardly any is there");
+        assert_eq!(lent(Signs { stalled: None, ..signs(50, 0) }, LIMIT, 0), 0);
+        assert_eq!(
+            lent(Signs { stalled: None, ..signs(49, 0) }, LIMIT, 0),
+            51 << 10,
+            "where nothing is known of waiting"
+        );
+        assert_eq!(lent(signs(0, 0), LIMIT / 2, 0), LIMIT / 2 + (100 << 10), "what is not used helps nobody");
+        assert_eq!(lent(signs(0, 0), 80 << 10, LIMIT / 2), LIMIT / 8 * 7, "the last eighth stays");
+        let large = Signs { memory: Memory::of(8 << 20, 0), ..signs(0, 0) };
+        assert_eq!(lent(large, LIMIT, 0), LIMIT / 4, "not all at once");
+        assert_eq!(lent(signs(101, 1000), LIMIT, 5000), 5000 - 1024, "not more than there is");
+        let large = Signs { memory: Memory::of(8 << 20, 8 << 20), ..signs(0, 0) };
+        assert_eq!(lent(large, LIMIT, LIMIT / 2), LIMIT / 8 * 3, "nor all at once");
+    }
+
+    #[test]
+    fn what_is_lent_goes_at_once_and_new_pages_come_when_it_is_back() {
+        const LIMIT: u64 = 16 << 20;
+        let id = FileId { dev: 1, ino: 1 };
+        let cache = Cache::new(LIMIT, Codec::Lz4).unwrap();
+        let mut worker = cache.worker().unwrap();
+        let mut fill = |cache: &Cache<u64>| {
+            for first in (0..16_384).step_by(16) {
+                let mut rng = fastrand::Rng::with_seed(first);
+                let pages: Vec<Page> = (0..16)
+                    .map(|_| {
+                        let mut page = [0; 4096];
+                        rng.fill(&mut page[..1500]);
+                        page
+                    })
+                    .collect();
+                let token = cache.begin_read(id, 1, true);
+                cache.put(&mut worker, token, first as u32, &pages);
+            }
+            cache.compact(&mut worker);
+            cache.stats()
+        };
+        let full = fill(&cache);
+        assert!(full.mem_used_total > LIMIT / 8 * 7, "{full:?}");
+        let mut worker = cache.worker().unwrap();
+        // A gigabyte is missing.
+        let short = Signs { memory: Memory::of(8 << 20, 0), ..signs(0, 0) };
+        for _ in 0..3 {
+            cache.lend(&mut worker, &short);
+        }
+        let lent = cache.stats();
+        assert!(lent.mem_used_total < full.mem_used_total / 16 * 8, "{lent:?}");
+        assert_eq!((lent.memlimit, lent.mem_lent > LIMIT / 2), (LIMIT, true), "{lent:?}");
+        let still = fill(&cache);
+        assert!(still.mem_used_total < full.mem_used_total / 16 * 8, "it would have them again: {still:?}");
+        assert!(still.pages_stored > 0);
+        let enough = Signs { memory: Memory::of(8 << 20, 8 << 20), ..signs(0, 0) };
+        for _ in 0..8 {
+            cache.lend(&mut worker, &enough);
+        }
+        let again = fill(&cache);
+        assert!(again.mem_used_total > LIMIT / 8 * 7 && again.mem_lent == 0, "{again:?}");
+        // Whatever was lent, a new limit is what it says.
+        cache.lend(&mut worker, &short);
+        cache.set_limit_bytes(2 * LIMIT);
+        assert_eq!(cache.stats().mem_lent, 0);
+    }
+}
