@@ -230,7 +230,7 @@ impl<S: Copy + PartialEq> Index<S> {
     }
 
     /// The same without what is in the pages' charges.
-    fn fixed_bytes(&self) -> u64 {
+    pub fn fixed_bytes(&self) -> u64 {
         let turns = size_of_val(&*self.turns.0) as u64;
         let tables = self.ghost.bytes() + self.miniatures.bytes() + self.written.bytes() + self.files.bytes();
         turns + tables + self.cold_bytes
@@ -246,9 +246,9 @@ impl<S: Copy + PartialEq> Index<S> {
         self.full_cost_bytes().saturating_sub(self.expected_bytes.min(self.limit_bytes / WASTE_SHARE))
     }
 
-    /// Whether what is gone by and by, as groups are gathered, is enough: not where the limit was lowered by much.
+    /// Whether what is gone by and by, as groups are gathered, is enough: not where the limit was lowered by so much that the store alone does not keep it.
     pub fn gathers_in_time(&self) -> bool {
-        self.gathers && self.full_cost_bytes() <= self.target_bytes(16)
+        self.gathers && self.full_cost_bytes() <= self.target_bytes(18)
     }
 
     /// What they are charged for, all in all, where the pool takes so much.
@@ -301,9 +301,9 @@ impl<S: Copy + PartialEq> Index<S> {
         self.charged_bytes += charge(bytes);
     }
 
-    /// The limit without what is lent.
-    pub fn limit_now_bytes(&self) -> u64 {
-        self.limit_bytes - self.lent_bytes
+    /// What the charges are to be kept below under a limit of so much.
+    pub fn target_bytes_of(&self, limit_bytes: u64) -> u64 {
+        (limit_bytes / 16 * 15).saturating_sub(self.fixed_bytes())
     }
 
     /// What the charges are kept below: so many sixteenths of the limit, without what the index has of its own.
@@ -313,7 +313,7 @@ impl<S: Copy + PartialEq> Index<S> {
 
     /// The same if the records of files took nothing.
     pub fn target_bytes_without_files(&self, sixteenths: u64) -> u64 {
-        (self.limit_now_bytes() / 16 * sixteenths).saturating_sub(self.fixed_bytes() - self.files.bytes())
+        ((self.limit_bytes - self.lent_bytes) / 16 * sixteenths).saturating_sub(self.fixed_bytes() - self.files.bytes())
     }
 
     /// Whether so many pages more would push out none, whatever they compress to.

@@ -76,6 +76,7 @@ use cold::{Cold, TOOLS_SHARE};
 use ghost::Ghost;
 use index::{Files, Index, Turns};
 use miniature::{Miniatures, soon_pages};
+use parts::GONE_AT_ONCE;
 use queues::Queues;
 use shrinker::Shrinker;
 use writing::clamp;
@@ -371,7 +372,8 @@ impl<S: Copy + PartialEq> Cache<S> {
     fn trim(&self, index: &mut Index<S>, came: usize) {
         self.fit_store(index);
         let target_bytes = index.target_bytes(15);
-        let most = if index.gathers_in_time() { EVICTED_FOR_ONE * came } else { usize::MAX };
+        let more = if index.gathers_in_time() { 0 } else { GONE_AT_ONCE };
+        let most = EVICTED_FOR_ONE * came + more;
         self.shrink_to(index, |_| target_bytes, true, most);
     }
 
@@ -590,7 +592,7 @@ impl<S: Copy + PartialEq> Cache<S> {
         let most_bytes = if limit_bytes < LEAST_BYTES { 0 } else { limit_bytes / 16 * 15 };
         self.in_parts(|index| self.shrink_some(index, most_bytes));
         let index = &mut *self.lock();
-        index.is_filling |= limit_bytes > index.limit_bytes;
+        index.is_filling |= limit_bytes > index.limit_bytes - index.lent_bytes;
         (index.limit_bytes, index.lent_bytes) = (limit_bytes, 0);
         if index.cold_bytes > limit_bytes / TOOLS_SHARE {
             // The thread will give them up.
@@ -613,7 +615,12 @@ impl<S: Copy + PartialEq> Cache<S> {
         self.fit_store(index);
     }
 
-    /// Changes what pages are compressed with from now on.
+    /// What pages are compressed with.
+    pub fn codec(&self) -> Codec {
+        self.pool.codec()
+    }
+
+    /// Changes that from now on.
     ///
     /// # Errors
     /// [`StoreError::NoSuchCodec`].
@@ -643,15 +650,6 @@ impl<S: Copy + PartialEq> Cache<S> {
                 drop(cache);
                 thread::sleep(again);
             }
-        }
-    }
-
-    /// Gives memory of half-empty spans back, if pages have gone since this was last called. What is too much all the same goes.
-    pub fn compact(&self, worker: &mut Worker) {
-        let mut is_due = self.discarded.swap(false, Relaxed) || self.store_excess_bytes() > 0;
-        while is_due {
-            while !self.store.compact_in_turn(worker, COMPACTED_AT_ONCE).finished {}
-            is_due = self.shed();
         }
     }
 
@@ -690,7 +688,7 @@ impl<S: Copy + PartialEq> Cache<S> {
     /// Leaves to the store what the index does not take, of which it is told in steps.
     fn fit_store(&self, index: &Index<S>) {
         let own_bytes = index.own_bytes().next_multiple_of(OWN_STEP_BYTES);
-        let rest = index.limit_now_bytes().saturating_sub(own_bytes);
+        let rest = index.limit_bytes.saturating_sub(own_bytes);
         if rest != self.store.limit_bytes() {
             self.store.set_limit_bytes(rest);
         }

@@ -16,10 +16,10 @@ use std::thread;
 use std::time::Duration;
 
 use crate::index::{Index, charge};
-use crate::{Cache, EVICTED_FOR_ONE};
+use crate::{COMPACTED_AT_ONCE, Cache, EVICTED_FOR_ONE, Worker};
 
 /// Pages that go under one hold of the lock: a millisecond or two. In tests few enough for parts to be common.
-const GONE_AT_ONCE: usize = if cfg!(test) { 16 } else { 1024 };
+pub const GONE_AT_ONCE: usize = if cfg!(test) { 16 } else { 1024 };
 /// So many are passed over then, since they were read: where all were, thousands may be for each that goes.
 const PASSED_AT_ONCE: u64 = if cfg!(test) { 64 } else { 8192 };
 /// How long others are let in then: who has just let go of the lock would have it again before them.
@@ -105,6 +105,15 @@ impl<S: Copy + PartialEq> Cache<S> {
         });
     }
 
+    /// Gives memory of half-empty spans back, if pages have gone since this was last called. What is too much all the same goes.
+    pub fn compact(&self, worker: &mut Worker) {
+        let mut is_due = self.discarded.swap(false, Relaxed) || self.store_excess_bytes() > 0;
+        while is_due {
+            while !self.store.compact_in_turn(worker, COMPACTED_AT_ONCE).finished {}
+            is_due = self.shed();
+        }
+    }
+
     /// What the store takes beyond what is left to it: its limit was lowered, and pages cost more than they are taken to, as few do.
     pub(crate) fn store_excess_bytes(&self) -> u64 {
         self.store.mem_used_total_bytes().saturating_sub(self.store.limit_bytes())
@@ -112,9 +121,9 @@ impl<S: Copy + PartialEq> Cache<S> {
 
     /// Lets pages go for that, if gathering does not make up for it. Whether any went.
     pub(crate) fn shed(&self) -> bool {
-        let excess_bytes = self.store_excess_bytes();
         let target_bytes = {
             let index = &mut *self.lock();
+            let excess_bytes = self.store_excess_bytes();
             self.reckon(index);
             if excess_bytes == 0 || index.gathers_in_time() && index.expected_bytes >= excess_bytes {
                 return false;
@@ -122,7 +131,8 @@ impl<S: Copy + PartialEq> Cache<S> {
             index.full_cost_bytes().saturating_sub(excess_bytes + excess_bytes / 4)
         };
         let before = self.evicted.load(Relaxed);
-        self.in_parts(|index| self.shrink_some(index, target_bytes));
+        // The limit may be another by then.
+        self.in_parts(|index| self.store_excess_bytes() == 0 || self.shrink_some(index, target_bytes));
         self.evicted.load(Relaxed) > before
     }
 

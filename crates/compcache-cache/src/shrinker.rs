@@ -6,10 +6,11 @@
 //! - while less than a sixteenth of the RAM is available, or
 //! - less than an eighth, and somebody waited for memory for a tenth of the time since that was last looked at.
 //!
-//! As much goes as is missing for that eighth, at most a quarter of what there is at a time, and never the last eighth of the limit. It is *lent*: the cache keeps so much
-//! below its limit until more than the eighth is available. Then it has that back, all of a limit in eight seconds.
+//! As much goes as is missing for that eighth, at most a quarter of what there is at a time, and never what the last eighth of the limit has room for. It is *lent*: pages are charged
+//! for so much less than the limit until more than the eighth is available. Then the cache has that back, all of a limit in eight seconds. What the store may take is the
+//! limit all the time, and tables stay as large as they are: when little is lent and had back, nothing is to be refused, nor made anew.
 //!
-//! It is looked at four times a second, and forty times while less than a quarter is available: the kernel calls its own shrinkers before it refuses memory, and nobody calls us. Who
+//! It is looked at four times a second, and forty times while less than a quarter is available, but where groups are gathered, whose memory comes later: the kernel calls its own shrinkers before it refuses memory, and nobody calls us. Who
 //! takes memory quicker than pages can go meets the OOM killer all the same.
 //!
 //! Who reads files that are larger than memory waits for it, too; but what is available counts the kernel's page cache, which is not short then.
@@ -30,7 +31,7 @@ const HARDLY_SHARE: u64 = 16;
 const LITTLE_SHARE: u64 = 4;
 /// The share of what there is that goes at once.
 const GOES_SHARE: u64 = 4;
-/// The share of the limit that is never lent.
+/// The share of the limit that is never lent, beside what takes memory however few pages there are.
 const KEPT_SHARE: u64 = 8;
 /// All of a limit comes back in this time.
 const COMES_BACK_IN: Duration = Duration::from_secs(8);
@@ -61,24 +62,43 @@ impl Signs {
     }
 }
 
-/// How much is to be lent, in bytes, of a limit of which so much is used and lent.
-fn lent_bytes(signs: &Signs, limit_bytes: u64, used_bytes: u64, lent_bytes: u64) -> u64 {
-    let most_bytes = limit_bytes.saturating_sub(LEAST_BYTES.max(limit_bytes / KEPT_SHARE));
-    let lent_bytes = if signs.is_short() {
-        let goes_bytes = signs.memory.missing_bytes(AVAILABLE_SHARE).min(used_bytes / GOES_SHARE);
-        // What is not used is nothing that somebody else could have.
-        lent_bytes.max(limit_bytes.saturating_sub(used_bytes)) + goes_bytes
-    } else {
-        let spare_bytes = signs.memory.spare_bytes(AVAILABLE_SHARE);
-        let comes_bytes = limit_bytes as f64 * signs.window.div_duration_f64(COMES_BACK_IN);
-        lent_bytes.saturating_sub(spare_bytes.min(comes_bytes as u64))
-    };
-    lent_bytes.min(most_bytes)
+/// What a cache takes now, in bytes.
+struct Taken {
+    limit: u64,
+    /// What its pages cost.
+    pages: u64,
+    /// What it takes beside them.
+    fixed: u64,
+    lent: u64,
+}
+
+impl Taken {
+    /// How much is to be lent.
+    fn lends(&self, signs: &Signs) -> u64 {
+        // The least, at which pages are charged for an eighth of the limit.
+        let least = LEAST_BYTES.max(limit_for(self.fixed + self.limit / KEPT_SHARE));
+        let lent = if signs.is_short() {
+            let goes = signs.memory.missing_bytes(AVAILABLE_SHARE).min(self.pages / GOES_SHARE);
+            // What is not used is nothing that somebody else could have.
+            self.lent.max(self.limit.saturating_sub(limit_for(self.fixed + self.pages - goes)))
+        } else {
+            let spare = signs.memory.spare_bytes(AVAILABLE_SHARE);
+            let comes = self.limit as f64 * signs.window.div_duration_f64(COMES_BACK_IN);
+            self.lent.saturating_sub(spare.min(comes as u64))
+        };
+        lent.min(self.limit.saturating_sub(least))
+    }
+}
+
+/// The limit under which so much is what everything is kept below.
+fn limit_for(bytes: u64) -> u64 {
+    bytes / 15 * 16
 }
 
 impl Shrinker {
     pub fn new() -> Shrinker {
-        let pressure = Pressure::open().ok();
+        // Tests say themselves what there is.
+        let pressure = if cfg!(test) { None } else { Pressure::open().ok() };
         let stalled = pressure.as_ref().and_then(Pressure::stalled);
         Shrinker { pressure, looked: Instant::now(), stalled, is_little: false }
     }
@@ -105,28 +125,45 @@ impl Shrinker {
         if self.again().is_zero()
             && let Some(signs) = self.signs()
         {
-            cache.lend(worker, &signs);
+            self.is_little &= !cache.lend(worker, &signs);
         }
     }
 }
 
 impl<S: Copy + PartialEq> Cache<S> {
-    fn lend(&self, worker: &mut Worker, signs: &Signs) {
-        let (is_more, target_bytes) = {
+    /// Lends memory or has it back. Whether what goes is gone later, as groups are gathered.
+    fn lend(&self, worker: &mut Worker, signs: &Signs) -> bool {
+        let (limit_bytes, before, lent_bytes, gathers, mut most) = {
             let index = &mut *self.lock();
-            let used_bytes = self.store.mem_used_total_bytes() + index.own_bytes();
-            let lent_bytes = lent_bytes(signs, index.limit_bytes, used_bytes, index.lent_bytes);
-            let is_more = lent_bytes > index.lent_bytes;
-            // It is as with a limit that was raised.
-            index.is_filling |= lent_bytes < index.lent_bytes;
-            index.lent_bytes = lent_bytes;
-            self.fit_store(index);
-            (is_more, index.target_bytes(15))
+            self.reckon(index);
+            let (limit, before) = (index.limit_bytes, index.lent_bytes);
+            let taken = Taken { limit, pages: index.full_cost_bytes(), fixed: index.fixed_bytes(), lent: before };
+            let lent = taken.lends(signs);
+            if lent <= before {
+                index.lent_bytes = lent;
+            }
+            (limit, before, lent, index.gathers, index.queues.length() / GOES_SHARE as usize)
         };
-        if is_more {
-            self.in_parts(|index| self.shrink_some(index, target_bytes));
+        if lent_bytes > before {
+            // While they go it is as before: who puts pages meanwhile is to find no more than his own too much.
+            self.in_parts(|index| {
+                if index.limit_bytes != limit_bytes {
+                    return true;
+                }
+                let target_bytes = index.target_bytes_of(limit_bytes - lent_bytes);
+                let length = index.queues.length();
+                let is_done = self.shrink_some(index, target_bytes);
+                most = most.saturating_sub(length - index.queues.length());
+                // Of groups, whose memory goes with their last page, others go when they were gathered.
+                let is_done = is_done || gathers && most == 0;
+                if is_done {
+                    index.lent_bytes = lent_bytes;
+                }
+                is_done
+            });
             self.compact(worker);
         }
+        gathers
     }
 }
 
@@ -147,24 +184,30 @@ mod tests {
     #[test]
     fn memory_is_lent_while_it_is_short_and_comes_back() {
         const LIMIT: u64 = 32 << 20;
-        let lent = |signs: Signs, used, lent| lent_bytes(&signs, LIMIT, used, lent);
-        assert_eq!(lent(signs(100, 1000), LIMIT, 0), 0, "an eighth is enough");
-        assert_eq!(lent(signs(99, 99), LIMIT, 0), 0, "hardly anybody waited");
-        assert_eq!(lent(signs(99, 100), LIMIT, 0), 1024, "what is missing");
-        assert_eq!(lent(signs(49, 0), LIMIT, 0), 51 << 10, "hardly any is there");
-        assert_eq!(lent(Signs { stalled: None, ..signs(50, 0) }, LIMIT, 0), 0);
+        // All that it is kept below, and nothing beside pages.
+        const FULL: u64 = LIMIT / 16 * 15;
+        let lends = |signs: Signs, pages, fixed, lent| Taken { limit: LIMIT, pages, fixed, lent }.lends(&signs);
+        let unsaid = |available| Signs { stalled: None, ..signs(available, 0) };
+        assert_eq!(lends(signs(100, 1000), FULL, 0, 0), 0, "an eighth is enough");
+        assert_eq!(lends(signs(99, 99), FULL, 0, 0), 0, "hardly anybody waited");
+        let lent_for = |kib: u64| (kib << 10).div_ceil(15) * 16;
+        assert_eq!(lends(signs(99, 100), FULL, 0, 0), lent_for(1), "what is missing");
+        assert_eq!(lends(signs(49, 0), FULL, 0, 0), lent_for(51), "hardly any is there");
         assert_eq!(
-            lent(Signs { stalled: None, ..signs(49, 0) }, LIMIT, 0),
-            51 << 10,
-            "where nothing is known of waiting"
+            [50, 49].map(|kib| lends(unsaid(kib), FULL, 0, 0)),
+            [0, lent_for(51)],
+            "nothing is known of waiting"
         );
-        assert_eq!(lent(signs(0, 0), LIMIT / 2, 0), LIMIT / 2 + (100 << 10), "what is not used helps nobody");
-        assert_eq!(lent(signs(0, 0), 80 << 10, LIMIT / 2), LIMIT / 8 * 7, "the last eighth stays");
-        let large = Signs { memory: Memory::of(8 << 20, 0), ..signs(0, 0) };
-        assert_eq!(lent(large, LIMIT, 0), LIMIT / 4, "not all at once");
-        assert_eq!(lent(signs(101, 1000), LIMIT, 5000), 5000 - 1024, "not more than there is");
-        let large = Signs { memory: Memory::of(8 << 20, 8 << 20), ..signs(0, 0) };
-        assert_eq!(lent(large, LIMIT, LIMIT / 2), LIMIT / 8 * 3, "nor all at once");
+        assert_eq!(lends(signs(49, 0), FULL / 2, FULL / 2, 0), lent_for(51), "pages, not what is beside them");
+        let unused = lends(signs(0, 0), FULL / 2, 0, 0);
+        assert_eq!(unused, LIMIT / 2 + lent_for(100), "what is not used helps nobody");
+        let (none, all) = [0, 8 << 20].map(|available| Memory::of(8 << 20, available)).into();
+        let of = |memory| Signs { memory, ..signs(0, 0) };
+        assert_eq!(lends(of(none), FULL, 0, 0), LIMIT / 4, "not all at once");
+        assert!(lends(of(none), 1 << 20, 0, 0) < LIMIT / 8 * 7, "the last eighth stays");
+        assert_eq!(lends(of(none), 1 << 20, LIMIT, 0), 0, "where there is room for no more pages than that");
+        assert_eq!(lends(signs(101, 1000), FULL, 0, 5000), 5000 - 1024, "not more than there is");
+        assert_eq!(lends(of(all), FULL, 0, LIMIT / 2), LIMIT / 8 * 3, "nor all at once");
     }
 
     #[test]

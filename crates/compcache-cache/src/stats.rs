@@ -40,7 +40,7 @@ impl CacheStats {
             "Pages that do not compress, were not worth the time, or worth less than what is here.",
         ),
         ("flushes", |s| s.flushes, "Stored pages that were dropped because they were written to, or the file changed."),
-        ("evictions", |s| s.evictions, "Stored pages that others took the place of."),
+        ("evictions", |s| s.evictions, "Stored pages that others took the place of, or that went for want of memory."),
         ("files", |s| s.files, "Files with stored pages."),
         ("pages_stored", |s| s.pages_stored, "Pages stored now."),
         ("zero_pages", |s| s.zero_pages, "Of them those that are one word repeated."),
@@ -49,7 +49,7 @@ impl CacheStats {
         ("compr_data_size", |s| s.compr_data_size, "What they are compressed to, in bytes."),
         ("mem_used_total", |s| s.mem_used_total, "Memory taken for them, tables and index included, in bytes."),
         ("memlimit", |s| s.memlimit, "The most it may be, in bytes."),
-        ("mem_lent", |s| s.mem_lent, "Of that, what is left to others while the machine is short of memory, in bytes."),
+        ("mem_lent", |s| s.mem_lent, "How much less it may be now, as the machine is short of memory, in bytes."),
     ];
 
     /// Pages found, of all that were asked for, in hundredths.

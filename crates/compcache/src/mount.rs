@@ -21,6 +21,7 @@ use rustix::fs::{XattrFlags, getxattr, getxattr_query, setxattr};
 use rustix::io::Errno;
 use rustix::process::geteuid;
 use sd_notify::NotifyState;
+use serde_json::Value;
 
 use crate::background;
 use crate::cgroup;
@@ -212,19 +213,18 @@ fn shown(args: &ShowArgs) -> anyhow::Result<String> {
     let mut text = vec![0; 16 << 10];
     let length = getxattr(target, "user.compcache.stats", &mut *text).map_err(|error| refused(target, error))?;
     let text = String::from_utf8_lossy(&text[..length]);
-    let values: BTreeMap<&str, u64> = text
-        .lines()
-        .filter_map(|line| line.split_once(' '))
-        .filter_map(|(name, value)| Some((name, value.parse().ok()?)))
-        .collect();
+    let told: BTreeMap<&str, &str> = text.lines().filter_map(|line| line.split_once(' ')).collect();
+    let number = |name: &str| told.get(name).and_then(|value| value.parse().ok()).unwrap_or(0_u64);
     if args.ramzswap {
         bail!("--ramzswap is for disks; a mount's statistics have the names of cleancache and zcache already");
     }
     if args.json {
+        let value = |text: &str| text.parse::<u64>().map_or_else(|_| Value::from(text), Value::from);
+        let values: BTreeMap<&str, Value> = told.iter().map(|(name, text)| (*name, value(text))).collect();
         return Ok(serde_json::to_string_pretty(&values).context("cannot print")? + "\n");
     }
     let line = |(name, meaning): (&str, &str)| {
-        let value = values.get(name).copied().unwrap_or_default();
+        let value = number(name);
         let value = match name {
             "orig_data_size" | "compr_data_size" | "mem_used_total" | "memlimit" | "mem_lent" => {
                 Shown(value).to_string()
@@ -234,7 +234,17 @@ fn shown(args: &ShowArgs) -> anyhow::Result<String> {
         format!("  {name:<16} {value:<12} {meaning}\n")
     };
     let cached = CacheStats::TABLE.iter().map(|(name, _, meaning)| (*name, *meaning));
-    Ok(cached.chain([PASSED_OPENS]).map(line).collect())
+    let setting = |name| told.get(name).copied().unwrap_or("unknown");
+    let mut text = format!("  {:<16} {}\n", "codec", setting("codec"));
+    text += &match setting("recompress") {
+        how @ ("none" | "unknown") => format!("  {:<16} {how}\n", "recompress"),
+        how => {
+            let after_s = number("recompress_after_ms") as f64 / 1000.0;
+            format!("  {:<16} {how}, what was not found for {after_s} s\n", "recompress")
+        }
+    };
+    text.extend(cached.chain([PASSED_OPENS]).map(line));
+    Ok(text)
 }
 
 /// What a directory is called without links. A mount whose server is dead can be named, but not looked at, as it would be for a slash at the end.

@@ -5,7 +5,7 @@
 //!
 //! | name                    | read                                 | written, by root and who mounted   |
 //! |-------------------------|--------------------------------------|------------------------------------|
-//! | `user.compcache.stats`  | a line `NAME VALUE` for each statistic | -                                |
+//! | `user.compcache.stats`  | a line `NAME VALUE` for each statistic, and each setting but the limit, which is one | - |
 //! | `user.compcache.memory` | the same                             | the new limit, in bytes, or `50%` of what is there where the server is: 0, or 1 MiB at least |
 //! | `user.compcache.codec`  | the same                             | `lz4`, or `zstd LEVEL`             |
 //! | `user.compcache.recompress` | the same                         | `auto`, `none`, or `zstd LEVEL`    |
@@ -58,7 +58,18 @@ impl Tree {
     pub fn statistics(&self) -> String {
         let stats = self.cache.stats();
         let cached = CacheStats::TABLE.iter().map(|(name, value, _)| format!("{name} {}\n", value(&stats)));
-        cached.chain([format!("{} {}\n", PASSED_OPENS.0, self.backings.passed())]).collect()
+        let Recompress { level, where_it_pays, after } = self.cache.recompress();
+        let zstd = |level| format!("zstd:{level}");
+        let codec = match self.cache.codec() {
+            Codec::Zstd { level } => zstd(level),
+            _ => "lz4".to_owned(),
+        };
+        let recompress = if where_it_pays { "auto".to_owned() } else { level.map_or("none".to_owned(), zstd) };
+        let settings = [
+            format!("{} {}\n", PASSED_OPENS.0, self.backings.passed()),
+            format!("codec {codec}\nrecompress {recompress}\nrecompress_after_ms {}\n", after.as_millis()),
+        ];
+        cached.chain(settings).collect()
     }
 
     /// Reads what is named; a setting with its new value changes that.

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 
 use crate::mount_posix::as_user;
-use crate::support::{Mounted, Tree, by_rings, can_mount, compcache, said, scratch};
+use crate::support::{Mounted, Server, Tree, by_rings, can_mount, compcache, said, scratch};
 
 #[test]
 fn a_mount_in_the_background_keeps_nothing_open_of_who_asked_for_it() {
@@ -47,6 +47,17 @@ fn a_mount_in_the_background_keeps_nothing_open_of_who_asked_for_it() {
     assert_eq!(ours.read(&mut [0]).unwrap(), 0);
 }
 
+/// A server has mounts of its own, and where nothing that is unmounted elsewhere is heard of there, a copy of the tree's would keep that served.
+#[test]
+fn a_mount_ends_though_a_server_of_disks_was_started_meanwhile() {
+    if !can_mount(&[]) {
+        return;
+    }
+    let mut tree = Tree::mounted(&[]);
+    let _server = Server::start(&[]);
+    tree.unmount();
+}
+
 #[test]
 fn a_mount_that_forbids_writing_is_changed_by_who_may_change_it() {
     if !can_mount(&[]) {
@@ -55,6 +66,18 @@ fn a_mount_that_forbids_writing_is_changed_by_who_may_change_it() {
     let tree = Tree::mounted(&["-o", "ro,allow_other,memory=8M"]);
     tree.ok(&["remount", "--memory", "16M", "--codec", "zstd:2"]);
     assert_eq!(tree.stat("memlimit"), 16 << 20);
+    let shown = tree.ok(&["show"]);
+    assert!(
+        shown.contains("codec            zstd:2\n") && shown.contains("auto, what was not found for 60 s\n"),
+        "{shown}"
+    );
+    tree.ok(&["remount", "--recompress", "zstd:1", "--recompress-after", "0.5"]);
+    let shown = tree.ok(&["show", "--json"]);
+    for setting in [r#""codec": "zstd:2""#, r#""recompress": "zstd:1""#, r#""recompress_after_ms": 500"#] {
+        assert!(shown.contains(setting), "{setting}: {shown}");
+    }
+    tree.ok(&["remount", "--recompress", "none"]);
+    assert!(tree.ok(&["show"]).contains("recompress       none\n"));
     let set = |value: &str| getxattr_query(tree.target(), format!("user.compcache.memory={value}"));
     assert_eq!(as_user(65534, 65534, || set("4194304")), Err(Errno::PERM));
     assert_eq!(set("much"), Err(Errno::INVAL));

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Output};
 use std::thread;
@@ -66,7 +67,9 @@ fn sh(command: &str, environment: &[(&str, &str)]) -> Output {
         Some(script) => script,
         None => command,
     };
-    Command::new("/bin/sh").args(["-c", script]).envs(environment.iter().copied()).output().unwrap()
+    // What never ends is a failure, too.
+    let mut timed = Command::new("timeout");
+    timed.args(["60", "/bin/sh", "-c", script]).envs(environment.iter().copied()).output().unwrap()
 }
 
 #[test]
@@ -80,8 +83,13 @@ fn a_disks_unit_makes_mounts_and_removes_it() {
     let at = place.path().join("a place").display().to_string();
     fs::create_dir(&at).unwrap();
     let _mounted = Mounted(at.clone().into());
-    let options =
-        [("COMPCACHE_SOCKET", &*socket), ("OPTIONS", "--size 64M --transport loop --mkfs ext4"), ("MOUNT", &at)];
+    let path = path_to_systemctl(place.path(), 1);
+    let options = [
+        ("PATH", &*path),
+        ("COMPCACHE_SOCKET", &*socket),
+        ("OPTIONS", "--size 64M --transport loop --mkfs ext4"),
+        ("MOUNT", &at),
+    ];
     run(&unit, "ExecStart", "fast", &options);
     fs::write(format!("{at}/file"), "kept").unwrap();
     let listed = server.ok(&["list"]);
@@ -96,7 +104,8 @@ fn a_disks_unit_makes_mounts_and_removes_it() {
     user.join().unwrap();
     assert!(!fs::exists(format!("{at}/file")).unwrap() && !server.ok(&["list"]).contains("fast"));
     // One that is mounted nowhere.
-    let options = [("COMPCACHE_SOCKET", &*socket), ("OPTIONS", "--size 64M --transport loop"), ("MOUNT", "")];
+    let options =
+        [("PATH", &*path), ("COMPCACHE_SOCKET", &*socket), ("OPTIONS", "--size 64M --transport loop"), ("MOUNT", "")];
     run(&unit, "ExecStart", "fast", &options);
     assert!(server.ok(&["list"]).contains("fast"));
     run(&unit, "ExecStop", "fast", &options);
@@ -107,15 +116,20 @@ fn a_disks_unit_makes_mounts_and_removes_it() {
 #[test]
 fn a_server_that_has_died_is_not_asked_by_units_that_end_with_it() {
     let (units, place) = (installed("fast"), scratch());
-    let systemctl = place.path().join("systemctl");
-    fs::write(&systemctl, "#!/bin/sh\necho 0\n").unwrap();
-    fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755)).unwrap();
-    let path = format!("{}:{}", place.path().display(), std::env::var("PATH").unwrap());
-    // Nobody listens there, so to ask would fail, and be tried again for ever.
-    let environment = [("PATH", &*path), ("COMPCACHE_SOCKET", "/nowhere"), ("MOUNT", "")];
+    let path = path_to_systemctl(place.path(), 0);
+    // As systemd's: it takes whoever connects, and nobody answers.
+    let socket = place.path().join("socket");
+    let _listens = UnixListener::bind(&socket).unwrap();
+    let environment = [("PATH", &*path), ("COMPCACHE_SOCKET", socket.to_str().unwrap()), ("MOUNT", "")];
     for unit in ["compcache-disk@fast.service", "compcache-swap.service"] {
-        let text = fs::read_to_string(units.path().join(unit)).unwrap();
-        assert!(text.contains("MainPID"), "{unit} does not look for the server");
         run(&units.path().join(unit), "ExecStop", "fast", &environment);
     }
+}
+
+/// A path whose `systemctl` says that the server is the process of this number.
+fn path_to_systemctl(directory: &Path, server: u32) -> String {
+    let systemctl = directory.join("systemctl");
+    fs::write(&systemctl, format!("#!/bin/sh\necho {server}\n")).unwrap();
+    fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755)).unwrap();
+    format!("{}:{}", directory.display(), std::env::var("PATH").unwrap())
 }
