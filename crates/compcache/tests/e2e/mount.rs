@@ -788,7 +788,7 @@ fn a_line_of_fstab_mounts_in_the_background_and_umount_ends_it() {
 
 #[test]
 fn all_of_this_holds_by_io_uring() {
-    by_rings::run_again("mount", &["all_of_this_holds", "mount_network"]);
+    by_rings::run_again("mount", &["all_of_this_holds", "mount_network", "mount_shrinker"]);
 }
 
 /// Whether there is a process that was told of this place.
