@@ -248,7 +248,7 @@ impl<S: Copy + PartialEq> Index<S> {
 
     /// Whether what is gone by and by, as groups are gathered, is enough: not where the limit was lowered by so much that the store alone does not keep it.
     pub fn gathers_in_time(&self) -> bool {
-        self.gathers && self.full_cost_bytes() <= self.target_bytes(18)
+        self.gathers && self.full_cost_bytes() + self.fixed_bytes() <= self.limit_bytes / 16 * 18
     }
 
     /// What they are charged for, all in all, where the pool takes so much.

@@ -138,14 +138,20 @@ impl<S: Copy + PartialEq> Cache<S> {
             self.reckon(index);
             let (limit, before) = (index.limit_bytes, index.lent_bytes);
             let taken = Taken { limit, pages: index.full_cost_bytes(), fixed: index.fixed_bytes(), lent: before };
-            let lent = taken.lends(signs);
+            let mut lent = taken.lends(signs);
+            if index.gathers && index.full_cost_bytes() > index.target_bytes(15) {
+                // What went already will have been enough, perhaps, when it is gathered.
+                lent = lent.min(before);
+            }
             if lent <= before {
                 index.lent_bytes = lent;
+                // Much of it came back: what comes now pushes out nothing.
+                index.is_filling |= lent < before && index.cost_bytes() <= index.target_bytes(15) / 2;
             }
             (limit, before, lent, index.gathers, index.queues.length() / GOES_SHARE as usize)
         };
         if lent_bytes > before {
-            // While they go it is as before: who puts pages meanwhile is to find no more than his own too much.
+            // Who puts pages meanwhile is to find no more than his own too much, and not to have again what went.
             self.in_parts(|index| {
                 if index.limit_bytes != limit_bytes {
                     return true;
@@ -154,11 +160,10 @@ impl<S: Copy + PartialEq> Cache<S> {
                 let length = index.queues.length();
                 let is_done = self.shrink_some(index, target_bytes);
                 most = most.saturating_sub(length - index.queues.length());
+                let gone = limit_bytes.saturating_sub(limit_for(index.fixed_bytes() + index.full_cost_bytes()));
                 // Of groups, whose memory goes with their last page, others go when they were gathered.
                 let is_done = is_done || gathers && most == 0;
-                if is_done {
-                    index.lent_bytes = lent_bytes;
-                }
+                index.lent_bytes = if is_done { lent_bytes } else { gone.clamp(index.lent_bytes, lent_bytes) };
                 is_done
             });
             self.compact(worker);

@@ -4,7 +4,7 @@
 //! does not hold up its own end: the last process of a namespace unmounts what is mounted there, and one that did so for a
 //! file system on its own disk would wait for itself. What others mount and unmount arrives there too, but nothing that
 //! it mounts arrives at others. Where the machine's mounts are private (no systemd, many containers) nothing arrives: disks
-//! and trees that were mounted when the namespace was made are let go of, or they would be in use here for ever.
+//! that were mounted when the namespace was made are let go of, or they would be in use here for ever.
 #![allow(unsafe_code)]
 
 use std::fs::{self, File};
@@ -35,17 +35,15 @@ pub fn own_mounts() -> io::Result<()> {
 }
 
 /// Where file systems are mounted that would stay mounted here when the others unmount them, since that does not reach us (no
-/// `master` in the table), and that may lie on a disk of some server's, or are a tree's, whose server goes on as long.
+/// `master` in the table), and that may lie on a disk of some server's.
 fn disks_held(mounts: &[u8]) -> Vec<PathBuf> {
     let is_held = |one: &Mounted| {
         let told = one.tags.iter().any(|tag| tag.starts_with(b"master:"));
-        // Its server would not hear of its end. Of other kinds are those that files may be on which we are told to open.
-        let is_tree = one.kind == b"fuse.compcache";
         let source = one.source();
         let on_disk = [&b"/dev/loop"[..], b"/dev/ublkb", b"/dev/nbd"]
             .iter()
             .any(|name| source.as_os_str().as_bytes().starts_with(name));
-        !told && (on_disk || is_tree) && one.place() != Path::new("/")
+        !told && on_disk && one.place() != Path::new("/")
     };
     // The last is on top of the others.
     compcache_fuse::mounts(mounts).rev().filter(is_held).map(|one| one.place()).collect()
@@ -77,16 +75,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_disks_and_trees_are_let_go_of_whose_unmounting_would_not_be_heard_of() {
+    fn only_disks_are_let_go_of_whose_unmounting_would_not_be_heard_of() {
         let table = b"22 1 0:21 / /proc rw,relatime - proc proc rw\n\
                       30 1 7:0 / / rw - ext4 /dev/loop0 rw\n\
                       31 1 7:1 / /mnt/a\\040b rw,relatime - ext4 /dev/loop1 rw\n\
                       32 1 7:2 / /mnt/c rw master:5 - xfs /dev/loop2 rw\n\
                       33 1 254:0 / /home rw - ext4 /dev/vda1 rw\n\
-                      34 1 0:50 / /mnt/d rw unbindable - btrfs /dev/ublkb3 rw\n\
-                      35 1 0:51 / /sys/fs/fuse/connections rw - fusectl fusectl rw\n\
-                      36 1 0:52 / /mnt/e rw - fuse.compcache /mnt/tree rw\n\
-                      37 1 0:53 / /mnt/f rw master:6 - fuse.sshfs there: rw\n";
-        assert_eq!(disks_held(table), ["/mnt/e", "/mnt/d", "/mnt/a b"].map(Path::new));
+                      34 1 0:50 / /mnt/d rw unbindable - btrfs /dev/ublkb3 rw\n";
+        assert_eq!(disks_held(table), [Path::new("/mnt/d"), Path::new("/mnt/a b")]);
     }
 }

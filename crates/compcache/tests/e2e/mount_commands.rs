@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 
 use crate::mount_posix::as_user;
-use crate::support::{Mounted, Server, Tree, by_rings, can_mount, compcache, said, scratch};
+use crate::support::{Mounted, Tree, by_rings, can_mount, compcache, said, scratch};
 
 #[test]
 fn a_mount_in_the_background_keeps_nothing_open_of_who_asked_for_it() {
@@ -45,17 +45,6 @@ fn a_mount_in_the_background_keeps_nothing_open_of_who_asked_for_it() {
     let patience = Timespec { tv_sec: 10, tv_nsec: 0 };
     assert_eq!(poll(&mut [PollFd::new(&ours, PollFlags::IN)], Some(&patience)), Ok(1), "it is still open");
     assert_eq!(ours.read(&mut [0]).unwrap(), 0);
-}
-
-/// A server has mounts of its own, and where nothing that is unmounted elsewhere is heard of there, a copy of the tree's would keep that served.
-#[test]
-fn a_mount_ends_though_a_server_of_disks_was_started_meanwhile() {
-    if !can_mount(&[]) {
-        return;
-    }
-    let mut tree = Tree::mounted(&[]);
-    let _server = Server::start(&[]);
-    tree.unmount();
 }
 
 #[test]
