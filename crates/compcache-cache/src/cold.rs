@@ -146,4 +146,4 @@ impl<S: Copy + PartialEq> Cache<S> {
 }
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

@@ -139,8 +139,8 @@ impl<S: Copy + PartialEq> Cache<S> {
             let (limit, before) = (index.limit_bytes, index.lent_bytes);
             let taken = Taken { limit, pages: index.full_cost_bytes(), fixed: index.fixed_bytes(), lent: before };
             let mut lent = taken.lends(signs);
-            if index.gathers && index.full_cost_bytes() > index.target_bytes(15) {
-                // What went already will have been enough, perhaps, when it is gathered.
+            if index.gathers && index.full_cost_bytes() > index.target_bytes(16) {
+                // What went already will have been enough, perhaps, when it is gathered. (Some is always to be.)
                 lent = lent.min(before);
             }
             if lent <= before {
@@ -174,10 +174,13 @@ impl<S: Copy + PartialEq> Cache<S> {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use compcache_store::{Codec, Page};
 
     use super::*;
     use crate::FileId;
+    use crate::cold::tests::full_of_groups;
 
     const WINDOW: Duration = Duration::from_secs(1);
 
@@ -261,5 +264,25 @@ mod tests {
         cache.lend(&mut worker, &short);
         cache.set_limit_bytes(2 * LIMIT);
         assert_eq!(cache.stats().mem_lent, 0);
+    }
+
+    #[test]
+    fn of_groups_others_go_only_when_what_went_was_gathered() {
+        let (cache, mut worker) = full_of_groups();
+        // Some of each are read again, and stay.
+        for page in (0..16_384).filter(|page| page % 4 == 1) {
+            let token = cache.begin_read(FileId { dev: 1, ino: 1 }, 1, true);
+            cache.get(&mut worker, token, page, &mut [[0; 4096]], &mut [false]);
+        }
+        let (before, begun) = (cache.stats(), Instant::now());
+        // A gigabyte is missing, all the time.
+        let short = Signs { memory: Memory::of(8 << 20, 0), ..signs(0, 0) };
+        while cache.stats().mem_used_total > before.mem_used_total / 4 * 3 {
+            assert!(begun.elapsed() < Duration::from_secs(60), "{before:?} {:?}", cache.stats());
+            cache.lend(&mut worker, &short);
+            thread::sleep(BETWEEN_LOOKS[1]);
+        }
+        let after = cache.stats();
+        assert!(after.pages_stored > before.pages_stored / 20 * 9, "{before:?} {after:?}");
     }
 }

@@ -135,7 +135,7 @@ fn the_memory_of_groups_of_which_pages_go_is_no_memory_beyond_the_limit() {
 }
 
 /// A cache whose limit is reached by the groups that it has, and pages of which all are in them.
-fn full_of_groups() -> (Arc<Cache<u64>>, Worker) {
+pub fn full_of_groups() -> (Arc<Cache<u64>>, Worker) {
     let (cache, mut worker) = kept_up(14 << 20, ALWAYS);
     group(&cache, &mut worker, 16_384);
     cache.set_limit_bytes(6 << 20);
